@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's side: diff the weights after a step and publish what changed. Works with no vLLM installed.
+
+::
+
+    publisher = DeltaPublisher(model, sync_dir="/shared/run-1", base="/models/base")
+    ...
+    optimizer.step()
+    publisher.publish()
+
+The way of the data: `source` names the tensors, `diff` compares them with the `baseline`, `publish` writes and
+commits, `publisher` ties these together, `resume` finds the way back after a restart.
+"""
+
+from trainer_hooks.publisher import DeltaPublisher, Publication, PublishReport
+from trainer_hooks.source import IterableSource, ModuleSource, ParameterSource, SourceItem
+
+__all__ = [
+    "DeltaPublisher",
+    "IterableSource",
+    "ModuleSource",
+    "ParameterSource",
+    "Publication",
+    "PublishReport",
+    "SourceItem",
+]

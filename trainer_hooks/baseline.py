@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The baseline: a host copy of the weights as they were last published.
+
+It moves only by `advance`, which the publisher calls when a publication is committed, and never before. One copy of
+the serving weights, as bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.delta_folder import DigestedPatch
+from vllm_delta_snapshot.dtypes import Bits
+from vllm_delta_snapshot.format.digest import patch_digest
+from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+
+__all__ = ["Baseline"]
+
+
+class Baseline:
+    """See the module.
+
+    Args:
+        base: the checkpoint to start from; copied.
+
+    Attributes:
+        specs: the tensors by name.
+    """
+
+    def __init__(self, base: Checkpoint) -> None:
+        self.specs: Mapping[str, TensorSpec] = dict(base.specs)
+        self._bits: dict[str, Bits] = {spec.name: np.array(bits) for spec, bits in base.items()}
+
+    def bits(self, name: str) -> Bits:
+        """Return all elements of a tensor, flat. The caller must not write."""
+        return self._bits[name]
+
+    def items(self) -> Iterable[tuple[TensorSpec, Bits]]:
+        """Return every tensor and its bits."""
+        return ((self.specs[name], bits) for name, bits in self._bits.items())
+
+    def digested(self, patch: TensorPatch) -> DigestedPatch:
+        """Return `patch` with the digests of the values it replaces and brings."""
+        old = self._bits[patch.spec.name][patch.positions]
+        return DigestedPatch(
+            patch,
+            patch_digest(patch.spec, patch.positions, old),
+            patch_digest(patch.spec, patch.positions, patch.values),
+        )
+
+    def advance(self, patches: Iterable[TensorPatch]) -> None:
+        """Write committed patches."""
+        for patch in patches:
+            self._bits[patch.spec.name][patch.positions] = patch.values

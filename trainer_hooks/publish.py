@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Publish: write a version's files, then commit it. The order is the whole point of this module.
+
+1. payload files into a folder that carries a fresh publication id, each durable;
+2. metadata.json in the same folder, durable;
+3. versions/N.json, created exclusively: from here on the version exists.
+
+A failure before 3 leaves a folder that nobody reads. "Exists" and "unknown" at 3 are told apart by reading the object
+back: one's own publication id means success, another's that a second trainer is at work.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import xxhash
+
+from vllm_delta_snapshot.delta_folder import DigestedPatch, Lineage, WriterNotes, utc_now, write_delta_folder
+from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, StoreUnavailable, VersionConflict
+from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
+from vllm_delta_snapshot.format.version import MAX_VERSION_BYTES, VersionRecord
+from vllm_delta_snapshot.store import Store
+
+__all__ = ["commit", "publish_delta"]
+
+
+def publish_delta(
+    store: Store,
+    lineage: Lineage,
+    digested: Sequence[DigestedPatch],
+    notes: WriterNotes,
+    *,
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+) -> VersionRecord:
+    """Write and commit one version. Blocks until it is durable and visible.
+
+    Args:
+        store: the run's store.
+        lineage: where the delta starts and ends.
+        digested: the changed tensors; none for an empty delta.
+        notes: what to record beside.
+        max_file_bytes: soft limit of a payload file.
+
+    Returns:
+        The committed record.
+
+    Raises:
+        VersionConflict: another trainer committed this version. Nothing of theirs was touched.
+        StoreError, StoreUnavailable: nothing was committed; publish again.
+    """
+    publication_id = uuid.uuid4().hex
+    folder = layout.delta_folder(lineage.version, publication_id)
+    metadata, data = write_delta_folder(
+        store, folder, publication_id, lineage, digested, notes, max_file_bytes=max_file_bytes
+    )
+    record = VersionRecord(
+        run_id=lineage.run_id,
+        version=lineage.version,
+        base_version=lineage.base_version,
+        publication_id=publication_id,
+        folder=folder,
+        metadata_bytes=len(data),
+        metadata_xxh3_128=xxhash.xxh3_128_hexdigest(data),
+        payload_bytes=sum(entry.bytes for entry in metadata.files),
+        changed_elements=metadata.changed_elements,
+        base_state_digest=lineage.base_state_digest,
+        state_digest=lineage.state_digest,
+        created_at=utc_now(),
+    )
+    commit(store, record)
+    return record
+
+
+def commit(store: Store, record: VersionRecord) -> None:
+    """Make a version visible, or find out that it is.
+
+    Raises:
+        VersionConflict: the version exists and is another publication's.
+        StoreError, StoreUnavailable: it does not exist.
+    """
+    key = layout.version_key(record.version)
+    try:
+        store.create(key, record.to_json())
+    except (ObjectExists, StoreUnavailable) as error:
+        try:
+            data = store.read(key, max_bytes=MAX_VERSION_BYTES)
+        except ObjectNotFound:
+            raise error from None
+        existing = VersionRecord.from_json(data, file=f"{store.uri}/{key}")
+        if existing.publication_id != record.publication_id:
+            raise VersionConflict(
+                f"version {record.version} was committed by another trainer",
+                file=f"{store.uri}/{key}",
+                expected=f"publication {record.publication_id}",
+                found=f"publication {existing.publication_id} of {existing.created_at}",
+                hint="Stop one of the two trainers. A trainer that restarts now continues after the newest version.",
+            ) from error

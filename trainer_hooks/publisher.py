@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DeltaPublisher`: after each optimizer step, one call that publishes what changed.
+
+Invariant: the baseline is what the newest committed version says. It moves after the commit and never before, so a
+publication that fails loses nothing: the next one carries its changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer_hooks.diff import diff_tensor
+from trainer_hooks.publish import publish_delta
+from trainer_hooks.resume import open_run
+from trainer_hooks.source import source_of
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.delta_folder import Lineage, WriterNotes
+from vllm_delta_snapshot.errors import SourceError
+from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
+from vllm_delta_snapshot.format.digest import add_digests, format_digest
+from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.store import open_store
+from vllm_delta_snapshot.types import TensorPatch
+
+__all__ = ["DeltaPublisher", "Publication", "PublishReport"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What one publication was.
+
+    Attributes:
+        run_id: the run.
+        version: the version it made.
+        changed_elements: elements that changed since the version before.
+        total_elements: elements of the checkpoint.
+        changed_tensors: tensors with at least one change.
+        payload_bytes: bytes of its payload files.
+        checkpoint_bytes: bytes of the whole checkpoint, for comparison.
+        folder: its folder under sync_dir.
+        diff_s: seconds for the comparison.
+        total_s: seconds for the whole call.
+    """
+
+    run_id: str
+    version: int
+    changed_elements: int
+    total_elements: int
+    changed_tensors: int
+    payload_bytes: int
+    checkpoint_bytes: int
+    folder: str
+    diff_s: float
+    total_s: float
+
+    @property
+    def density(self) -> float:
+        """Changed elements / total elements."""
+        return self.changed_elements / max(1, self.total_elements)
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """The handle of a publication. In this version `publish` blocks, so it is always committed.
+
+    Attributes:
+        report: what it was.
+    """
+
+    report: PublishReport
+
+    @property
+    def version(self) -> int:
+        """The version it made."""
+        return self.report.version
+
+    def wait(self) -> PublishReport:
+        """Return the report once the version is committed."""
+        return self.report
+
+
+class DeltaPublisher:
+    """Publishes a trainer's weights as deltas. Use it from one thread of one process.
+
+    Starting it reads the base checkpoint once and keeps a copy of it in host memory (the baseline). If `sync_dir`
+    already holds a run with the same base, that run is continued after its newest version.
+
+    Args:
+        model_or_source: a module, a mapping or re-iterable of (checkpoint name, full tensor), a function that returns
+            one, or a `ParameterSource`.
+        sync_dir: the run's folder: ``/path`` or ``file:///path``.
+        base: the checkpoint that trainer and engines start from, a local folder with safetensors files.
+        single_writer: accept a store that cannot tell two trainers apart.
+        max_file_bytes: soft limit of a payload file.
+
+    Raises:
+        SourceError: the tensors do not fit the base checkpoint; every misfit is named.
+        RunMismatch: `sync_dir` belongs to a run with another base.
+        ObjectNotFound, CorruptFile, UnsupportedFormat: the base, or the run there, cannot be read.
+        StoreError, StoreUnavailable: `sync_dir` cannot be used.
+
+    Example:
+        >>> publisher = DeltaPublisher(model, sync_dir="/shared/run-1", base="/models/base")  # doctest: +SKIP
+        >>> optimizer.step()  # doctest: +SKIP
+        >>> publisher.publish(step=1).version  # doctest: +SKIP
+        1
+    """
+
+    def __init__(
+        self,
+        model_or_source: object,
+        *,
+        sync_dir: str,
+        base: str | Path,
+        single_writer: bool = False,
+        max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    ) -> None:
+        self._source = source_of(model_or_source)
+        self._store = open_store(str(sync_dir), single_writer=single_writer)
+        self._max_file_bytes = max_file_bytes
+        checkpoint = Checkpoint(base)
+        self._specs = checkpoint.specs
+        self._total_elements = checkpoint.total_elements
+        self._checkpoint_bytes = sum(spec.num_bytes for spec in checkpoint.specs.values())
+        self._base_model = str(base)
+        self._check_names([name for item in self._source.items(self._specs) for name in item.names])
+        state = open_run(RunFolder(self._store), checkpoint)
+        self._run_id = state.run.run_id
+        self._version = state.version
+        self._state_digest = state.state_digest
+        self._baseline = state.baseline
+        self._fingerprints: dict[tuple[str, ...], Hashable] = {}
+        logger.info(
+            "opened run=%s sync_dir=%s version=%d tensors=%d elements=%d",
+            self._run_id,
+            self._store.uri,
+            self._version,
+            len(self._specs),
+            self._total_elements,
+        )
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, a uuid."""
+        return self._run_id
+
+    @property
+    def version(self) -> int:
+        """The newest version this publisher committed or found; 0 is the base."""
+        return self._version
+
+    @property
+    def state_digest(self) -> str:
+        """The state digest of the newest version."""
+        return self._state_digest
+
+    def publish(self, *, step: int | None = None, metrics: Mapping[str, float] | None = None) -> Publication:
+        """Publish what changed since the newest version; a valid empty delta if nothing did. Blocks.
+
+        Args:
+            step: the optimizer step, recorded for people and plots.
+            metrics: finite numbers to record beside it, such as the reward.
+
+        Returns:
+            The handle of the committed publication.
+
+        Raises:
+            SourceError: a tensor is missing, doubled or does not fit. Nothing was published.
+            VersionConflict: another trainer is publishing into this run.
+            StoreError, StoreUnavailable: nothing was committed; the next call carries these changes too.
+        """
+        started = time.monotonic()
+        patches, fingerprints = self._diff()
+        digested = [self._baseline.digested(patch) for patch in patches]
+        moves = [item.new_digest - item.old_digest for item in digested]
+        digest = add_digests(int(self._state_digest, 16), *moves)
+        diff_s = time.monotonic() - started
+        lineage = Lineage(
+            run_id=self._run_id,
+            version=self._version + 1,
+            base_version=self._version,
+            base_state_digest=self._state_digest,
+            state_digest=format_digest(digest),
+            total_elements=self._total_elements,
+        )
+        notes = WriterNotes(self._base_model, step, metrics or {}, diff_s)
+        record = publish_delta(self._store, lineage, digested, notes, max_file_bytes=self._max_file_bytes)
+        self._baseline.advance(patches)
+        self._version, self._state_digest = record.version, record.state_digest
+        self._fingerprints = fingerprints
+        report = PublishReport(
+            run_id=self._run_id,
+            version=record.version,
+            changed_elements=record.changed_elements,
+            total_elements=self._total_elements,
+            changed_tensors=len(patches),
+            payload_bytes=record.payload_bytes,
+            checkpoint_bytes=self._checkpoint_bytes,
+            folder=record.folder,
+            diff_s=diff_s,
+            total_s=time.monotonic() - started,
+        )
+        _log(report)
+        return Publication(report)
+
+    def _diff(self) -> tuple[list[TensorPatch], dict[tuple[str, ...], Hashable]]:
+        patches: list[TensorPatch] = []
+        seen: list[str] = []
+        fingerprints: dict[tuple[str, ...], Hashable] = {}
+        for item in self._source.items(self._specs):
+            if item.fingerprint is not None:
+                fingerprints[item.names] = item.fingerprint
+                if self._fingerprints.get(item.names) == item.fingerprint:
+                    seen.extend(item.names)
+                    continue
+            for name, tensor in item.load():
+                seen.append(name)
+                patch = self._diff_tensor(name, tensor)
+                if patch is not None:
+                    patches.append(patch)
+        self._check_names(seen)
+        return patches, fingerprints
+
+    def _diff_tensor(self, name: str, tensor: torch.Tensor) -> TensorPatch | None:
+        spec = self._specs.get(name)
+        if spec is None:
+            raise SourceError("tensor is not in the base checkpoint", tensor=name, found=tuple(tensor.shape))
+        return diff_tensor(spec, self._baseline.bits(name), tensor)
+
+    def _check_names(self, seen: Iterable[str]) -> None:
+        counts = Counter(seen)
+        problems = [f"{name} is missing" for name in self._specs if name not in counts]
+        problems += [f"{name} is not in the base checkpoint" for name in counts if name not in self._specs]
+        problems += [f"{name} comes {count} times" for name, count in counts.items() if count > 1]
+        if problems:
+            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise SourceError(
+                "the tensors are not those of the base checkpoint",
+                file=self._base_model,
+                found="; ".join(problems[:8]) + more,
+                hint="Publish by checkpoint names: every tensor of the base, each once.",
+            )
+
+
+def _log(report: PublishReport) -> None:
+    logger.info(
+        "published version=%d changed=%d density=%.5f tensors=%d bytes=%d diff_s=%.3f total_s=%.3f",
+        report.version,
+        report.changed_elements,
+        report.density,
+        report.changed_tensors,
+        report.payload_bytes,
+        report.diff_s,
+        report.total_s,
+    )

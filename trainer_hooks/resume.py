@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a run, or continue one: the published state is rebuilt from the store, whatever the trainer remembers.
+
+A trainer that restarts diffs its weights against what the engines have, not against what it thinks it sent, and
+numbers go on after the newest version: no change is lost, no number used twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer_hooks.baseline import Baseline
+from vllm_delta_snapshot.chain import plan_chain
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.delta_folder import TOOL, utc_now
+from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, RunMismatch, VerifyError
+from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.digest import format_digest, state_digest
+from vllm_delta_snapshot.format.run import BaseIdentity, RunInfo
+from vllm_delta_snapshot.format.wire import SpecEntry
+from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.stage.decode import decode
+from vllm_delta_snapshot.stage.fetch import fetch
+
+__all__ = ["PublishedState", "open_run"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublishedState:
+    """What the run's newest version is.
+
+    Attributes:
+        run: its run.json.
+        version: the newest version; 0 if only the base exists.
+        state_digest: the state digest there.
+        baseline: the weights there.
+    """
+
+    run: RunInfo
+    version: int
+    state_digest: str
+    baseline: Baseline
+
+
+def open_run(folder: RunFolder, base: Checkpoint) -> PublishedState:
+    """Create the run if there is none, else rebuild its newest state. Blocks; reads the base and every delta.
+
+    Args:
+        folder: where the run lives or will live.
+        base: the base checkpoint.
+
+    Raises:
+        RunMismatch: the folder belongs to a run with another base checkpoint.
+        ExclusiveCreateUnsupported, StoreError, StoreUnavailable: the store cannot be used.
+        BrokenChain, CorruptFile, VerifyError: the run there is damaged.
+    """
+    try:
+        run = folder.read_run()
+    except ObjectNotFound:
+        run = _create_run(folder, base)
+    _check_base(folder, run, base)
+    baseline = Baseline(base)
+    newest = max(folder.versions(), default=0)
+    digest = _replay(folder, baseline, run, newest)
+    return PublishedState(run, newest, digest, baseline)
+
+
+def _create_run(folder: RunFolder, base: Checkpoint) -> RunInfo:
+    folder.store.check_exclusive_create()
+    run = RunInfo(
+        run_id=str(uuid.uuid4()),
+        created_at=utc_now(),
+        tool=TOOL,
+        encodings=("raw",),
+        base=BaseIdentity(
+            name=str(base.folder),
+            state_digest=base.state_digest,
+            num_tensors=len(base.specs),
+            total_elements=base.total_elements,
+        ),
+        tensors=tuple(SpecEntry.of(spec) for spec in base.specs.values()),
+    )
+    # "Exists" is ours after a lost reply, or another trainer's: the base is compared either way.
+    with contextlib.suppress(ObjectExists):
+        folder.store.create(layout.RUN_KEY, run.to_json())
+    return folder.read_run()
+
+
+def _check_base(folder: RunFolder, run: RunInfo, base: Checkpoint) -> None:
+    if run.base.state_digest != base.state_digest or dict(run.specs()) != base.specs:
+        raise RunMismatch(
+            "the folder belongs to a run with another base checkpoint",
+            file=f"{folder.store.uri}/{layout.RUN_KEY}",
+            expected=f"{base.folder} with state digest {base.state_digest}",
+            found=f"{run.base.name} with state digest {run.base.state_digest} (run {run.run_id})",
+            hint="Give every run a sync_dir of its own, or the base it was started with.",
+        )
+
+
+def _replay(folder: RunFolder, baseline: Baseline, run: RunInfo, version: int) -> str:
+    if version == 0:
+        return run.base.state_digest
+    plan = plan_chain(
+        folder.versions(),
+        folder.read_version,
+        base_version=0,
+        base_state_digest=run.base.state_digest,
+        version=version,
+    )
+    for record in plan.steps:
+        metadata = folder.read_metadata(record)
+        with tempfile.TemporaryDirectory(prefix="delta-snapshot-") as temporary:
+            fetch(folder.store, record, metadata, Path(temporary))
+            baseline.advance(decode(metadata, Path(temporary), baseline.specs))
+    found = format_digest(state_digest(baseline.items()))
+    if found != plan.state_digest:
+        raise VerifyError(
+            f"version {version} does not have the state it claims",
+            file=folder.store.uri,
+            expected=f"state digest {plan.state_digest}",
+            found=found,
+            hint=f"Find the damage: delta-snapshot verify {folder.store.uri}",
+        )
+    return plan.state_digest

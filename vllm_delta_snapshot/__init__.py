@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact sparse weight deltas for running vLLM engines: the format, the store and the receiving side.
+
+The way of the data, and where to read it::
+
+    trainer_hooks.diff        which elements changed, bit for bit
+    format.container          encode: patches -> safetensors files
+    trainer_hooks.publish     publish: files, metadata.json, then versions/N.json, created exclusively
+    stage.fetch               fetch: store -> local files, size and checksum compared
+    stage.decode              decode: files -> patches, every position checked
+    stage.merge               merge: several versions -> one update, last writer wins
+    stage.stager              stage: the process that does the three above while generation goes on
+    engine.loader             apply: the only work inside the pause
+    engine.verify             verify: live weights against what was staged
+
+Importing this package imports neither vLLM nor torch.
+"""
+
+from vllm_delta_snapshot._version import __version__
+from vllm_delta_snapshot.errors import DeltaSnapshotError
+from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+
+__all__ = ["DeltaSnapshotError", "TensorPatch", "TensorSpec", "__version__"]

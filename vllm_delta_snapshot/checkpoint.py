@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A local Hugging Face checkpoint: its table of tensors and their bits, mapped, not loaded.
+
+The files taken are the ones that vLLM and transformers would take: those of ``model.safetensors.index.json`` if there
+is one, else every ``*.safetensors`` in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from vllm_delta_snapshot.dtypes import Bits
+from vllm_delta_snapshot.errors import CorruptFile, ObjectNotFound, SourceError
+from vllm_delta_snapshot.format.digest import format_digest, state_digest
+from vllm_delta_snapshot.format.layout import check_file_name
+from vllm_delta_snapshot.format.safetensors_io import MappedFile
+from vllm_delta_snapshot.types import TensorSpec
+
+__all__ = ["INDEX_NAME", "Checkpoint"]
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """See the module.
+
+    Args:
+        folder: a local folder with safetensors files.
+
+    Attributes:
+        folder: the folder.
+        specs: the tensors by name.
+
+    Raises:
+        ObjectNotFound: no such folder, or no safetensors files in it.
+        CorruptFile, UnsupportedFormat: a file is damaged, or has element types that cannot be patched.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        self.files = [MappedFile(path) for path in _weight_files(self.folder)]
+        self.specs: dict[str, TensorSpec] = {}
+        self._file_of: dict[str, MappedFile] = {}
+        for file in self.files:
+            for name, spec in file.specs.items():
+                if name in self.specs:
+                    raise CorruptFile("tensor lies in two files", file=str(file.path), tensor=name)
+                self.specs[name] = spec
+                self._file_of[name] = file
+
+    def bits(self, name: str) -> Bits:
+        """Return all elements of a tensor, flat: a read-only view of the mapped file."""
+        return self._file_of[name].bits(name)
+
+    def items(self) -> Iterator[tuple[TensorSpec, Bits]]:
+        """Yield every tensor and its bits."""
+        for name, spec in self.specs.items():
+            yield spec, self.bits(name)
+
+    @cached_property
+    def state_digest(self) -> str:
+        """The state digest of the checkpoint. Reads every byte, once."""
+        return format_digest(state_digest(self.items()))
+
+    @property
+    def total_elements(self) -> int:
+        """Elements of all tensors."""
+        return sum(spec.numel for spec in self.specs.values())
+
+    def check_fits(self, specs: dict[str, TensorSpec], *, what: str) -> None:
+        """Compare the table of tensors with another one.
+
+        Args:
+            specs: the other table, for instance a run's.
+            what: what the other table belongs to, for the message.
+
+        Raises:
+            SourceError: a name is missing on either side, or a shape or element type differs.
+        """
+        problems = [f"{name} is not in the checkpoint" for name in specs if name not in self.specs]
+        problems += [f"{name} is not in {what}" for name in self.specs if name not in specs]
+        problems += [
+            f"{name} is {self.specs[name]} but {spec} in {what}"
+            for name, spec in specs.items()
+            if name in self.specs and self.specs[name] != spec
+        ]
+        if problems:
+            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise SourceError(
+                f"the checkpoint does not fit {what}",
+                file=str(self.folder),
+                found="; ".join(problems[:8]) + more,
+                hint="Trainer and engines must start from the same checkpoint.",
+            )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise ObjectNotFound(
+            "no such checkpoint folder", file=str(folder), hint="Give a local folder with safetensors files."
+        )
+    index = folder / INDEX_NAME
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CorruptFile("not a safetensors index", file=str(index), found=error) from error
+        return [folder / check_file_name(name) for name in sorted(names)]
+    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if not files:
+        raise ObjectNotFound(
+            "no safetensors files in the checkpoint",
+            file=str(folder),
+            hint="Write it with model.save_pretrained(folder), which saves safetensors.",
+        )
+    return files

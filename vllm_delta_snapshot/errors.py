@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error this project raises, grouped by what has to be done about it.
+
+::
+
+    DeltaSnapshotError
+    |- StoreError                    the store said no
+    |  |- StoreUnavailable           it may pass: try again
+    |  |- ObjectNotFound             (also FileNotFoundError)
+    |  |- ObjectExists               (also FileExistsError) somebody created it first
+    |  `- ExclusiveCreateUnsupported two trainers could not be told apart here
+    |- FormatError                   (also ValueError) bytes that are not what they should be
+    |  |- UnsupportedFormat          a version, encoding or type this reader does not know
+    |  |- CorruptFile                size, checksum or structure is wrong
+    |  `- LimitExceeded              larger than a reader accepts
+    |- ChainError                    versions that do not fit together
+    |  |- BrokenChain                a version between here and there is missing
+    |  |- RunMismatch                the folder belongs to another run
+    |  |- BaseMismatch               the weights here are not the ones the delta starts from
+    |  |- OutOfOrder                 the engine is already past the version asked for
+    |  `- VersionConflict            another trainer committed this version
+    |- SourceError                   the trainer's tensors do not fit the base checkpoint
+    |- StageError                    staging failed or did not end in time
+    |  `- NotStaged                  not there yet; ask again
+    |- ApplyError                    the engine cannot take this update; its weights are unchanged
+    |  |- TensorRefused              named tensors that no way can serve
+    |  `- WeightsUncertain           half applied and not undone: never resume this worker
+    |- VerifyError                   the weights are not what they should be
+    `- CompatibilityError            a missing extra, or an unfit version of vLLM
+
+A message says what failed, on which file and tensor, what was expected and found, and what to do next.
+The same facts are attributes. Nothing here is matched by message text.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, ClassVar
+
+__all__ = [
+    "ApplyError",
+    "BaseMismatch",
+    "BrokenChain",
+    "ChainError",
+    "CompatibilityError",
+    "CorruptFile",
+    "DeltaSnapshotError",
+    "ExclusiveCreateUnsupported",
+    "FormatError",
+    "LimitExceeded",
+    "NotStaged",
+    "ObjectExists",
+    "ObjectNotFound",
+    "OutOfOrder",
+    "Recovery",
+    "RunMismatch",
+    "SourceError",
+    "StageError",
+    "StoreError",
+    "StoreUnavailable",
+    "TensorRefused",
+    "UnsupportedFormat",
+    "VerifyError",
+    "VersionConflict",
+    "WeightsUncertain",
+]
+
+
+class Recovery(Enum):
+    """What gets a caller past an error."""
+
+    RETRY = "retry"
+    REFETCH = "refetch"
+    REPUBLISH = "republish"
+    REPLACE_WORKER = "replace the worker"
+    FIX_SETUP = "fix the set-up"
+
+
+class DeltaSnapshotError(Exception):
+    """The root of the tree.
+
+    Args:
+        what: what failed, lower case, without a full stop.
+        file: the file or object concerned.
+        tensor: the checkpoint name of the tensor concerned.
+        expected: what should have been there.
+        found: what was there.
+        hint: the next thing to do or command to run, a sentence.
+    """
+
+    recovery: ClassVar[Recovery] = Recovery.FIX_SETUP
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        file: str | None = None,
+        tensor: str | None = None,
+        expected: object = None,
+        found: object = None,
+        hint: str | None = None,
+    ) -> None:
+        self.what = what
+        self.file = file
+        self.tensor = tensor
+        self.expected = expected
+        self.found = found
+        self.hint = hint
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        fields = {"file": self.file, "tensor": self.tensor, "expected": self.expected, "found": self.found}
+        facts = ", ".join(f"{name} {value}" for name, value in fields.items() if value is not None)
+        message = f"{self.what}: {facts}" if facts else self.what
+        return f"{message}. {self.hint}" if self.hint else message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross process borders (a stager's report, an engine's reply); keep the fields with them.
+        fields = {key: getattr(self, key) for key in ("file", "tensor", "expected", "found", "hint")}
+        return _rebuild, (type(self), self.what, fields)
+
+
+def _rebuild(kind: type[DeltaSnapshotError], what: str, fields: dict[str, Any]) -> DeltaSnapshotError:
+    return kind(what, **fields)
+
+
+class StoreError(DeltaSnapshotError):
+    """The store refused or failed an operation."""
+
+
+class StoreUnavailable(StoreError):
+    """The store could not be reached, or failed in a way that may pass."""
+
+    recovery = Recovery.RETRY
+
+
+class ObjectNotFound(StoreError, FileNotFoundError):
+    """An object that should be in the store is not."""
+
+
+class ObjectExists(StoreError, FileExistsError):
+    """An exclusive create lost: the object exists."""
+
+
+class ExclusiveCreateUnsupported(StoreError):
+    """This store cannot create an object exclusively."""
+
+
+class FormatError(DeltaSnapshotError, ValueError):
+    """Bytes that are not in the format they claim."""
+
+    recovery = Recovery.REFETCH
+
+
+class UnsupportedFormat(FormatError):
+    """A format version, encoding or element type that this reader does not know."""
+
+    recovery = Recovery.FIX_SETUP
+
+
+class CorruptFile(FormatError):
+    """A file whose size, checksum, structure or content is wrong."""
+
+
+class LimitExceeded(FormatError):
+    """A size or count beyond what a reader accepts before it allocates."""
+
+
+class ChainError(DeltaSnapshotError):
+    """Versions that do not fit together."""
+
+
+class BrokenChain(ChainError):
+    """A version that is needed is missing, or does not continue the one before it."""
+
+
+class RunMismatch(ChainError):
+    """The folder, file or engine belongs to another run."""
+
+
+class BaseMismatch(ChainError):
+    """The weights at hand are not the ones that the delta was made against."""
+
+
+class OutOfOrder(ChainError):
+    """The engine already has a later version than the one asked for."""
+
+
+class VersionConflict(ChainError):
+    """Another trainer committed this version first."""
+
+
+class SourceError(DeltaSnapshotError):
+    """The trainer's tensors do not fit the base checkpoint."""
+
+
+class StageError(DeltaSnapshotError):
+    """Staging failed."""
+
+    recovery = Recovery.RETRY
+
+
+class NotStaged(StageError):
+    """The version is not staged yet."""
+
+
+class ApplyError(DeltaSnapshotError):
+    """The engine did not take the update; its weights are what they were."""
+
+
+class TensorRefused(ApplyError):
+    """Tensors that this engine has no exact way to update."""
+
+
+class WeightsUncertain(ApplyError):
+    """Some weights were written and could not be put back: the worker must not serve again."""
+
+    recovery = Recovery.REPLACE_WORKER
+
+
+class VerifyError(DeltaSnapshotError):
+    """Weights are not what the publication says they are."""
+
+
+class CompatibilityError(DeltaSnapshotError):
+    """A missing extra, or a version of vLLM that this plugin does not fit."""

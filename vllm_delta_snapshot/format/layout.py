@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where things lie in a run's folder: keys, and nothing that reads or writes them.
+
+Version numbers are padded to eight digits, so that a listing in name order is a listing in version order.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from vllm_delta_snapshot.errors import CorruptFile, LimitExceeded
+
+__all__ = [
+    "MAX_VERSION",
+    "METADATA_NAME",
+    "RUN_KEY",
+    "VERSIONS_FOLDER",
+    "check_file_name",
+    "delta_file_name",
+    "delta_folder",
+    "version_key",
+    "version_of_key",
+]
+
+RUN_KEY: Final = "run.json"
+VERSIONS_FOLDER: Final = "versions"
+METADATA_NAME: Final = "metadata.json"
+MAX_VERSION: Final = 99_999_999
+
+_VERSION_NAME: Final = re.compile(r"(\d{8})\.json")
+_FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_DELTA_FOLDER: Final = re.compile(r"deltas/(\d{8})-([0-9a-f]{8})")
+
+
+def version_key(version: int) -> str:
+    """Return the key of the commit object of a version.
+
+    Raises:
+        LimitExceeded: the version needs more than eight digits, or is negative.
+    """
+    if not 0 <= version <= MAX_VERSION:
+        raise LimitExceeded("version out of range", expected=f"0 to {MAX_VERSION}", found=version)
+    return f"{VERSIONS_FOLDER}/{version:08d}.json"
+
+
+def version_of_key(name: str) -> int | None:
+    """Return the version that a name in the versions folder stands for; ``None`` for anything else."""
+    match = _VERSION_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def delta_folder(version: int, publication_id: str) -> str:
+    """Return the folder of a delta. The publication id keeps two writers, or a retry, from mixing files."""
+    return f"deltas/{version:08d}-{publication_id[:8]}"
+
+
+def is_delta_folder(folder: str, version: int) -> bool:
+    """Say whether `folder` is where a delta of this version may lie."""
+    match = _DELTA_FOLDER.fullmatch(folder)
+    return match is not None and int(match[1]) == version
+
+
+def delta_file_name(number: int, count: int) -> str:
+    """Return the name of file `number` (from 0) of `count`: OpenRL's name when there is only one."""
+    return "delta.safetensors" if count == 1 else f"delta-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def check_file_name(name: str) -> str:
+    """Return `name` if it is a plain file name that stays inside its folder.
+
+    Raises:
+        CorruptFile: it has a separator, starts with a dot, or is too long.
+    """
+    if not _FILE_NAME.fullmatch(name):
+        raise CorruptFile("unsafe file name", expected="letters, digits, '.', '_', '-'", found=repr(name))
+    return name

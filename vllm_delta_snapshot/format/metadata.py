@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""metadata.json of a delta: OpenRL's sparse_delta fields, and beside them what makes a delta safe.
+
+Two models. `DeltaMetadata` is what this project writes: every field known, nothing else accepted. `OpenRLMetadata`
+is what OpenRL writes: its own fields are checked, other fields ignored, and nothing is known about run or lineage.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from vllm_delta_snapshot.errors import UnsupportedFormat
+from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.run import RunId
+from vllm_delta_snapshot.format.wire import (
+    Count,
+    Digest64,
+    Digest128,
+    PublicationId,
+    SpecEntry,
+    WireModel,
+    parse_json,
+)
+
+__all__ = [
+    "MAX_METADATA_BYTES",
+    "DeltaMetadata",
+    "FileEntry",
+    "OpenRLMetadata",
+    "TensorEntry",
+    "Timings",
+    "parse_metadata",
+]
+
+MAX_METADATA_BYTES: Final = 512 << 20
+"""A reader refuses a larger metadata.json: a million changed tensors take about 300 MB."""
+
+LAYER_NAMES_KEY: Final = "layer_names"
+"""The key in the safetensors header under which OpenRL repeats the names, as JSON."""
+
+
+class FileEntry(WireModel):
+    """One payload file of a publication."""
+
+    name: Annotated[str, Field(max_length=200)]
+    bytes: Count
+    xxh3_128: Digest128
+
+
+class TensorEntry(SpecEntry):
+    """One changed tensor: where its patch lies, and the digests of the touched elements before and after."""
+
+    changed: Count
+    encoding: str
+    file: Count
+    old_digest: Digest64
+    new_digest: Digest64
+
+
+class Timings(WireModel):
+    """Seconds the writer spent, known when metadata.json is written."""
+
+    diff_s: float = Field(ge=0)
+    upload_s: float = Field(ge=0)
+
+
+class _SparseDelta(WireModel):
+    """The fields that OpenRL's reader knows."""
+
+    format: Literal["sparse_delta"] = "sparse_delta"
+    format_version: Literal[2, 3] = 2
+    kind: str = "sampler"
+    base_model: str | None = None
+    model_id: str | None = None
+    created_at: str
+    timestamp: float
+    changed_elements: Count
+    total_elements: Count
+    density_pct: float
+    layer_names: tuple[Annotated[str, Field(min_length=1, max_length=4096)], ...]
+    layer_shapes: tuple[tuple[Count, ...], ...]
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        if len(self.layer_names) != len(self.layer_shapes):
+            raise ValueError(f"{len(self.layer_names)} layer_names but {len(self.layer_shapes)} layer_shapes")
+        if len(set(self.layer_names)) != len(self.layer_names):
+            raise ValueError("a name appears twice in layer_names")
+        return self
+
+
+class DeltaMetadata(_SparseDelta):
+    """A delta of this project: a single version, or several merged (then ``base_version < version - 1``)."""
+
+    run_id: RunId
+    publication_id: PublicationId
+    version: int = Field(ge=1, le=layout.MAX_VERSION)
+    base_version: int = Field(ge=0, le=layout.MAX_VERSION)
+    base_state_digest: Digest64
+    state_digest: Digest64
+    files: tuple[FileEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    step: int | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    timings: Timings
+    writer: str
+
+    @model_validator(mode="after")
+    def _check_tensors(self) -> Self:
+        if self.base_version >= self.version:
+            raise ValueError(f"base version {self.base_version} is not before version {self.version}")
+        if tuple(t.name for t in self.tensors) != self.layer_names:
+            raise ValueError("tensors and layer_names differ")
+        if tuple(t.shape for t in self.tensors) != self.layer_shapes:
+            raise ValueError("tensors and layer_shapes differ")
+        if sum(t.changed for t in self.tensors) != self.changed_elements:
+            raise ValueError("changed_elements is not the sum over tensors")
+        if any(t.file >= len(self.files) for t in self.tensors):
+            raise ValueError("a tensor names a file that is not listed")
+        if self.format_version == 2 and len(self.files) != 1:
+            raise ValueError("format_version 2 has exactly one file")
+        return self
+
+
+class OpenRLMetadata(_SparseDelta):
+    """A delta that OpenRL wrote. Fields beside the ones above are ignored, as its own reader does."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    format_version: Literal[2] = 2
+    created_at: str = ""
+    timestamp: float = 0.0
+    changed_elements: Count = 0
+    total_elements: Count = 0
+    density_pct: float = 0.0
+
+
+def parse_metadata(data: bytes, *, file: str) -> DeltaMetadata | OpenRLMetadata:
+    """Parse a metadata.json of either writer.
+
+    A ``run_id`` tells ours from OpenRL's.
+
+    Raises:
+        UnsupportedFormat: another format, or a version that this reader does not know.
+        CorruptFile: not JSON, or a field is missing or wrong.
+    """
+    fields: dict[str, Any] = parse_json(data, file=file)
+    if fields.get("format") != "sparse_delta":
+        raise UnsupportedFormat(
+            "not a sparse delta", file=file, expected="format sparse_delta", found=repr(fields.get("format"))
+        )
+    if fields.get("format_version") == 1:
+        raise UnsupportedFormat(
+            "OpenRL's sparse_delta version 1 holds engine coordinates and cannot be read",
+            file=file,
+            expected="format_version 2",
+            found=1,
+            hint="Write it again with a current OpenRL.",
+        )
+    model = DeltaMetadata if "run_id" in fields else OpenRLMetadata
+    return model.from_json(data, file=file)

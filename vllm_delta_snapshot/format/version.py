@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""versions/N.json: the commit of version N. The version exists from the moment this object does.
+
+It names the folder of the publication and the digest of its metadata.json, which names every file and its digest;
+so this one small object pins every byte of the version.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from pydantic import Field, model_validator
+
+from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.run import RunId
+from vllm_delta_snapshot.format.wire import Count, Digest64, Digest128, PublicationId, WireModel
+
+__all__ = ["MAX_VERSION_BYTES", "VersionRecord"]
+
+MAX_VERSION_BYTES: Final = 1 << 16
+"""A reader refuses a larger commit object."""
+
+
+class VersionRecord(WireModel):
+    """The content of versions/N.json."""
+
+    format: Literal["delta_snapshot_version"] = "delta_snapshot_version"
+    format_version: Literal[1] = 1
+    kind: Literal["delta"] = "delta"
+    run_id: RunId
+    version: int = Field(ge=1, le=layout.MAX_VERSION)
+    base_version: int = Field(ge=0, le=layout.MAX_VERSION)
+    publication_id: PublicationId
+    folder: str
+    metadata_bytes: Count
+    metadata_xxh3_128: Digest128
+    payload_bytes: Count
+    changed_elements: Count
+    base_state_digest: Digest64
+    state_digest: Digest64
+    created_at: str
+
+    @model_validator(mode="after")
+    def _check(self) -> VersionRecord:
+        if not layout.is_delta_folder(self.folder, self.version):
+            raise ValueError(f"folder {self.folder!r} is not a folder of version {self.version}")
+        if self.base_version >= self.version:
+            raise ValueError(f"base version {self.base_version} is not before version {self.version}")
+        return self

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetch: one publication's payload files from the store into a local folder, size and checksum compared.
+
+A file appears under its final name only when every byte was there and the digest is right. What fails may be tried
+again; what is wrong in the store is an error that names the file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from vllm_delta_snapshot.errors import CorruptFile, ObjectNotFound, StageError
+from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.digest import file_digest
+from vllm_delta_snapshot.format.metadata import DeltaMetadata, FileEntry
+from vllm_delta_snapshot.format.version import VersionRecord
+from vllm_delta_snapshot.store import Store
+
+__all__ = ["fetch", "fetch_file"]
+
+_BLOCK: Final = 8 << 20
+
+
+def fetch(store: Store, record: VersionRecord, metadata: DeltaMetadata, folder: Path) -> list[Path]:
+    """Bring the files of a publication into `folder`. Files that are there and intact are kept.
+
+    Args:
+        store: the run's store.
+        record: the version's record, which names the folder.
+        metadata: its metadata, which names the files.
+        folder: a local folder of the caller's; made if missing.
+
+    Returns:
+        The local paths, in the order of ``metadata.files``.
+
+    Raises:
+        CorruptFile: a file in the store is missing, or its size or checksum is wrong.
+        StoreUnavailable: try again.
+        StageError: the local folder cannot be written.
+    """
+    paths = []
+    for entry in metadata.files:
+        path = folder / layout.check_file_name(entry.name)
+        key = f"{record.folder}/{entry.name}"
+        if not _is_intact(path, entry):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                fetch_file(store, key, entry, path)
+            except (StageError, CorruptFile):
+                raise
+            except ObjectNotFound as error:
+                raise CorruptFile(
+                    f"version {record.version} is committed but a file is missing", file=f"{store.uri}/{key}"
+                ) from error
+        paths.append(path)
+    return paths
+
+
+def fetch_file(store: Store, key: str, entry: FileEntry, path: Path) -> None:
+    """Copy one object to `path`, by way of a temporary name beside it.
+
+    Raises:
+        CorruptFile: size or checksum is not the entry's.
+        ObjectNotFound, StoreUnavailable: from the store.
+        StageError: the local disk failed.
+    """
+    where = f"{store.uri}/{key}"
+    size = store.size(key)
+    if size != entry.bytes:
+        raise CorruptFile("file has a wrong size", file=where, expected=f"{entry.bytes} bytes", found=f"{size} bytes")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(_BLOCK, max(1, entry.bytes))))
+    try:
+        with temporary.open("wb") as file:
+            offset = 0
+            while offset < entry.bytes:
+                block = buffer[: min(len(buffer), entry.bytes - offset)]
+                count = store.read_range(key, offset, block)
+                if count == 0:
+                    raise CorruptFile(
+                        "file is cut off", file=where, expected=f"{entry.bytes} bytes", found=f"{offset} bytes"
+                    )
+                digest.update(block[:count])
+                file.write(block[:count])
+                offset += count
+        if digest.hexdigest() != entry.xxh3_128:
+            raise CorruptFile(
+                "file has a wrong checksum",
+                file=where,
+                expected=f"xxh3-128 {entry.xxh3_128}",
+                found=digest.hexdigest(),
+            )
+        temporary.replace(path)
+    except OSError as error:
+        if isinstance(error, ObjectNotFound):
+            raise
+        raise StageError("cannot write the local copy", file=str(path), found=error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _is_intact(path: Path, entry: FileEntry) -> bool:
+    try:
+        return path.stat().st_size == entry.bytes and file_digest(path) == entry.xxh3_128
+    except OSError:
+        return False

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The port that every store adapter fills: few verbs, with their atomicity stated.
+
+Keys are relative, with "/" between folders. An object is written once and never changed; nothing here overwrites or
+renames. Every verb blocks. Adapters are safe to use from several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+__all__ = ["Store"]
+
+
+class Store(Protocol):
+    """A folder of immutable objects."""
+
+    uri: str
+    """What the user gave, for messages."""
+
+    def create(self, key: str, data: bytes) -> None:
+        """Create a small object exclusively, and durably when this returns.
+
+        All or nothing: a reader sees no object or the whole of it. Of several writers exactly one succeeds.
+
+        Raises:
+            ObjectExists: somebody was first (perhaps an earlier try of one's own: read it back).
+            ExclusiveCreateUnsupported: this store cannot promise that.
+            StoreUnavailable: it may or may not have happened; read it back.
+            StoreError: it did not happen.
+        """
+        ...
+
+    def put(self, key: str, chunks: Iterable[memoryview]) -> int:
+        """Write a new large object under a key that only this writer knows; durable when this returns.
+
+        A reader that knows the key may see a part of it: publish the key afterwards.
+
+        Returns:
+            The number of bytes written.
+
+        Raises:
+            ObjectExists: the key is taken.
+            StoreError, StoreUnavailable: it was not (wholly) written.
+        """
+        ...
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        """Return a small object.
+
+        Raises:
+            ObjectNotFound: there is none.
+            LimitExceeded: it is larger than `max_bytes`.
+            StoreUnavailable: try again.
+        """
+        ...
+
+    def size(self, key: str) -> int:
+        """Return the size of an object in bytes.
+
+        Raises:
+            ObjectNotFound: there is none.
+            StoreUnavailable: try again.
+        """
+        ...
+
+    def read_range(self, key: str, offset: int, into: memoryview) -> int:
+        """Fill `into` from `offset` on.
+
+        Returns:
+            The number of bytes read; fewer than asked for only at the end of the object.
+
+        Raises:
+            ObjectNotFound: there is none (any more).
+            StoreUnavailable: try again.
+        """
+        ...
+
+    def list(self, folder: str) -> list[str]:
+        """Return the names directly in a folder, sorted; empty if there is no such folder.
+
+        Sees every object whose creation ended before the call, on NFS too (which polling by name does not).
+
+        Raises:
+            StoreUnavailable: try again.
+        """
+        ...
+
+    def delete(self, key: str) -> None:
+        """Delete an object; nothing happens if there is none.
+
+        Raises:
+            StoreError: it could not be deleted.
+        """
+        ...
+
+    def check_exclusive_create(self) -> None:
+        """Find out whether `create` keeps its promise here, by creating the same probe object twice.
+
+        Raises:
+            ExclusiveCreateUnsupported: it does not.
+            StoreError, StoreUnavailable: the store cannot be written at all.
+        """
+        ...

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store in a folder: local disk, NFS, or any file system with hard links.
+
+Exclusive create is: temporary file in the same folder, fsync, hard link to the final name (fails if it is taken),
+unlink, fsync of the folder. Rename is never used over a name that may exist: it would overwrite in silence. New
+objects are found by listing the folder, because an NFS client caches the absence of a name for up to half a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from vllm_delta_snapshot.errors import (
+    ExclusiveCreateUnsupported,
+    LimitExceeded,
+    ObjectExists,
+    ObjectNotFound,
+    StoreError,
+    StoreUnavailable,
+)
+
+__all__ = ["PosixStore"]
+
+_NO_HARD_LINKS: Final = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+# What an NFS client says while a file is replaced or a server restarts.
+_MAY_PASS: Final = {errno.ESTALE, errno.EBADF, errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR}
+_ABSENT: Final = {errno.ENOENT, errno.ENOTDIR}
+_TEMPORARY: Final = ".tmp-"
+
+
+class PosixStore:
+    """See the module and `Store`.
+
+    Args:
+        path: the folder; made on the first write.
+        single_writer: where hard links are missing, create by name alone, which cannot tell two writers apart.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, single_writer: bool = False) -> None:
+        self.root = Path(path).expanduser().absolute()
+        self.uri = str(self.root)
+        self._single_writer = single_writer
+
+    def create(self, key: str, data: bytes) -> None:
+        """See `Store.create`."""
+        path = self._path(key)
+        temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        with _reported(path):
+            self._make_folder(path.parent)
+            try:
+                _write_new(temporary, [memoryview(data)])
+                self._link(temporary, path)
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+            _sync_folder(path.parent)
+
+    def put(self, key: str, chunks: Iterable[memoryview]) -> int:
+        """See `Store.put`."""
+        path = self._path(key)
+        with _reported(path):
+            self._make_folder(path.parent)
+            num_bytes = _write_new(path, chunks)
+            _sync_folder(path.parent)
+            return num_bytes
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        """See `Store.read`."""
+        path = self._path(key)
+        with _reported(path), path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise LimitExceeded("object too large", file=str(path), expected=f"at most {max_bytes} bytes")
+        return data
+
+    def size(self, key: str) -> int:
+        """See `Store.size`."""
+        path = self._path(key)
+        with _reported(path):
+            return path.stat().st_size
+
+    def read_range(self, key: str, offset: int, into: memoryview) -> int:
+        """See `Store.read_range`."""
+        path = self._path(key)
+        with _reported(path):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                done = 0
+                while done < len(into):
+                    count = os.preadv(descriptor, [into[done:]], offset + done)
+                    if count == 0:
+                        break
+                    done += count
+                return done
+            finally:
+                os.close(descriptor)
+
+    def list(self, folder: str) -> list[str]:
+        """See `Store.list`."""
+        path = self._path(folder)
+        try:
+            with _reported(path):
+                return sorted(name for name in os.listdir(path) if not name.startswith(_TEMPORARY))
+        except ObjectNotFound:
+            return []
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        path = self._path(key)
+        with contextlib.suppress(ObjectNotFound), _reported(path):
+            path.unlink()
+
+    def check_exclusive_create(self) -> None:
+        """See `Store.check_exclusive_create`."""
+        if self._single_writer:
+            return
+        key = f".probe-{uuid.uuid4().hex}"
+        try:
+            self.create(key, b"first")
+            try:
+                self.create(key, b"second")
+            except ObjectExists:
+                return
+            raise ExclusiveCreateUnsupported("the store lets two writers create the same object", file=self.uri)
+        finally:
+            with contextlib.suppress(StoreError):
+                self.delete(key)
+
+    def _path(self, key: str) -> Path:
+        parts = key.split("/") if key else []
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise StoreError("key leaves the folder", file=repr(key))
+        return self.root.joinpath(*parts)
+
+    def _make_folder(self, folder: Path) -> None:
+        missing = []
+        while not folder.is_dir():
+            missing.append(folder)
+            folder = folder.parent
+        for path in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+            _sync_folder(path.parent)
+
+    def _link(self, temporary: Path, path: Path) -> None:
+        try:
+            os.link(temporary, path)
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            if not self._single_writer:
+                raise ExclusiveCreateUnsupported(
+                    "this file system has no hard links, so two trainers could not be told apart",
+                    file=str(path),
+                    found=os.strerror(error.errno),
+                    hint="Use another folder, or pass single_writer=True if only one trainer will ever write here.",
+                ) from error
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+            temporary.rename(path)
+
+
+def _write_new(path: Path, chunks: Iterable[memoryview]) -> int:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        total = 0
+        for chunk in chunks:
+            rest = chunk
+            while len(rest):
+                count = os.write(descriptor, rest[: 1 << 26])
+                rest = rest[count:]
+                total += count
+        os.fsync(descriptor)
+        return total
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # object-store mounts cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _reported(path: Path) -> Iterator[None]:
+    """Turn an OSError into the error of this project that says what to do."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        found = os.strerror(error.errno) if error.errno else str(error)
+        if error.errno in _ABSENT:
+            raise ObjectNotFound("no such object", file=str(path)) from error
+        if error.errno == errno.EEXIST:
+            raise ObjectExists("object exists", file=str(path)) from error
+        if error.errno in _MAY_PASS:
+            raise StoreUnavailable("the file system failed", file=str(path), found=found) from error
+        hint = {
+            errno.ENOSPC: "Free space there, or prune old versions; nothing of this version was published.",
+            errno.EDQUOT: "Raise the quota, or prune old versions; nothing of this version was published.",
+            errno.EACCES: "Give this user the right to write there.",
+            errno.EROFS: "Mount it writable.",
+        }.get(error.errno or 0)
+        raise StoreError("the file system refused", file=str(path), found=found, hint=hint) from error
