@@ -63,6 +63,7 @@ __all__ = [
     "VerifyError",
     "VersionConflict",
     "WeightsUncertain",
+    "error_of_fields",
 ]
 
 
@@ -114,6 +115,11 @@ class DeltaSnapshotError(Exception):
         message = f"{self.what}: {facts}" if facts else self.what
         return f"{message}. {self.hint}" if self.hint else message
 
+    def to_fields(self) -> dict[str, str | None]:
+        """Return kind and fields as strings: for JSON, and for `error_of_fields`."""
+        fields = {name: getattr(self, name) for name in ("what", "file", "tensor", "expected", "found", "hint")}
+        return {"kind": type(self).__name__} | {k: None if v is None else str(v) for k, v in fields.items()}
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process borders (a stager's report, an engine's reply); keep the fields with them.
         fields = {key: getattr(self, key) for key in ("file", "tensor", "expected", "found", "hint")}
@@ -122,6 +128,16 @@ class DeltaSnapshotError(Exception):
 
 def _rebuild(kind: type[DeltaSnapshotError], what: str, fields: dict[str, Any]) -> DeltaSnapshotError:
     return kind(what, **fields)
+
+
+def error_of_fields(fields: dict[str, str | None]) -> DeltaSnapshotError:
+    """Rebuild an error from `DeltaSnapshotError.to_fields`; an unknown kind becomes the root of the tree."""
+    kinds = {name: kind for name, kind in globals().items() if name in __all__ and isinstance(kind, type)}
+    kind = kinds.get(fields.get("kind") or "")
+    if kind is None or not issubclass(kind, DeltaSnapshotError):
+        kind = DeltaSnapshotError
+    rest = {name: fields.get(name) for name in ("file", "tensor", "expected", "found", "hint")}
+    return kind(fields.get("what") or "unknown error", **rest)
 
 
 class StoreError(DeltaSnapshotError):

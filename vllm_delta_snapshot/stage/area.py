@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stage area: a private local folder that one stager writes and the workers of one host read.
+
+::
+
+    <area>/config.json                 what the stager follows
+    <area>/stager.lock                 locked by the living stager
+    <area>/state.json                  what it is doing; replaced atomically
+    <area>/run.json                    copy of the run's, for the workers
+    <area>/attached/<id>               one a worker, locked while it lives, saying which version it has
+    <area>/wanted/<version>            asked for by a worker
+    <area>/fetched/<version>/          verified copies of publications
+    <area>/staged/<base>-<version>/    one update each, in the form of a delta folder; appears by rename
+
+The folder belongs to this user alone (mode 0700); what lies in it is trusted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from vllm_delta_snapshot.errors import StageError
+from vllm_delta_snapshot.format.wire import WireModel
+
+__all__ = ["StageArea", "StagerConfig", "StagerState", "default_stage_root"]
+
+
+class StagerConfig(WireModel):
+    """What a stager follows and how."""
+
+    sync_dir: str
+    checkpoint: str
+    poll_interval_s: float = Field(default=0.2, gt=0)
+    retry_interval_s: float = Field(default=2.0, gt=0)
+
+
+class Problem(WireModel):
+    """Why the stager is stuck: the version it cannot stage, and the error."""
+
+    version: int
+    error: dict[str, str | None]
+
+
+class StagerState(WireModel):
+    """What a stager says of itself.
+
+    Attributes:
+        status: `starting` (computing the digest of the checkpoint), `following`, or `failed` for good.
+        start_version: the version that the checkpoint is; known when following.
+        start_digest: its state digest.
+        newest: the newest version that is fetched and verified.
+        problem: why it does not get past `newest`.
+        error: why it failed for good.
+    """
+
+    status: Literal["starting", "following", "failed"]
+    pid: int
+    start_version: int = 0
+    start_digest: str = ""
+    newest: int = 0
+    problem: Problem | None = None
+    error: dict[str, str | None] | None = None
+
+
+def default_stage_root() -> Path:
+    """Return the folder for stage areas: ``$DELTA_SNAPSHOT_STAGE_DIR``, or one of this user's under the temp folder."""
+    configured = os.environ.get("DELTA_SNAPSHOT_STAGE_DIR")
+    return Path(configured) if configured else Path(tempfile.gettempdir()) / f"delta-snapshot-{os.getuid()}"
+
+
+class StageArea:
+    """Paths of one area, and atomic writes in it.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.lock = path / "stager.lock"
+        self.state = path / "state.json"
+        self.run = path / "run.json"
+        self.log = path / "stager.log"
+        self.attached = path / "attached"
+        self.wanted = path / "wanted"
+        self.fetched = path / "fetched"
+        self.staged = path / "staged"
+
+    @classmethod
+    def of(cls, root: Path, config: StagerConfig) -> StageArea:
+        """Make or find the area for a configuration: engines that follow the same run from the same weights share it.
+
+        Raises:
+            StageError: the folder cannot be made, or belongs to another user.
+        """
+        key = hashlib.sha256(f"{config.sync_dir}\n{config.checkpoint}".encode()).hexdigest()[:16]
+        area = cls(root / key)
+        try:
+            _make_private(root)
+            for folder in (area.path, area.attached, area.wanted, area.fetched, area.staged):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            area.write(area.config, config.to_json())
+        except OSError as error:
+            raise StageError(
+                "cannot make the stage folder",
+                file=str(area.path),
+                found=error,
+                hint="Set DELTA_SNAPSHOT_STAGE_DIR to a local folder with room.",
+            ) from error
+        return area
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Replace a small file atomically."""
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        temporary.write_bytes(data)
+        temporary.replace(path)
+
+    def read_config(self) -> StagerConfig:
+        """Return the configuration."""
+        return StagerConfig.from_json(self.config.read_bytes(), file=str(self.config))
+
+    def read_state(self) -> StagerState | None:
+        """Return the state; ``None`` before a stager wrote one."""
+        try:
+            data = self.state.read_bytes()
+        except FileNotFoundError:
+            return None
+        return StagerState.from_json(data, file=str(self.state))
+
+    def staged_folder(self, base_version: int, version: int) -> Path:
+        """Return where the update from `base_version` to `version` appears."""
+        return self.staged / f"{base_version:08d}-{version:08d}"
+
+    def fetched_folder(self, version: int) -> Path:
+        """Return where the files of a publication are kept."""
+        return self.fetched / f"{version:08d}"
+
+
+def try_lock(path: Path) -> int | None:
+    """Lock a file for this process; return its descriptor, or ``None`` if another holds it. Freed by death."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def is_locked(path: Path) -> bool:
+    """Say whether a living process holds the lock of a file."""
+    descriptor = try_lock(path)
+    if descriptor is None:
+        return True
+    os.close(descriptor)
+    return False
+
+
+def _make_private(root: Path) -> None:
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = root.lstat()
+    if status.st_uid != os.getuid():
+        raise PermissionError(f"{root} belongs to user {status.st_uid}")
+    if status.st_mode & 0o022:
+        raise PermissionError(f"{root} can be written by others")

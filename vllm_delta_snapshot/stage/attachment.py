@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attachments: how a stager knows which workers live and which version each of them has.
+
+An attachment is a file that its worker keeps locked. When the worker dies, however it dies, the lock is gone, and so
+is its say in what is kept and whether the stager goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+from vllm_delta_snapshot.errors import StageError
+from vllm_delta_snapshot.stage.area import StageArea, is_locked, try_lock
+
+__all__ = ["Attachment", "living_versions"]
+
+
+class Attachment:
+    """One worker's attachment; made before its stager is started.
+
+    Args:
+        area: where to attach.
+
+    Raises:
+        StageError: the area cannot be written.
+    """
+
+    def __init__(self, area: StageArea) -> None:
+        self._path = area.attached / uuid.uuid4().hex
+        try:
+            descriptor = try_lock(self._path)
+        except OSError as error:
+            raise StageError("cannot attach to the stager", file=str(self._path), found=error) from error
+        if descriptor is None:
+            raise StageError("a new attachment is locked already", file=str(self._path))
+        self._descriptor: int | None = descriptor
+
+    def set_version(self, version: int) -> None:
+        """Tell the stager which version this worker has now."""
+        if self._descriptor is not None:
+            os.pwrite(self._descriptor, f"{version:08d}".encode(), 0)
+
+    def close(self) -> None:
+        """Detach; nothing happens the second time."""
+        if self._descriptor is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def living_versions(area: StageArea, start_version: int) -> list[int]:
+    """Return the version of every living worker, and remove what dead ones left.
+
+    Args:
+        area: where they are attached.
+        start_version: the version of a worker that has not said yet.
+    """
+    versions = []
+    for path in area.attached.iterdir():
+        if is_locked(path):
+            text = path.read_bytes()
+            versions.append(int(text) if text else start_version)
+        else:
+            path.unlink(missing_ok=True)
+    return versions

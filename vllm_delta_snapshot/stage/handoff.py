@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side of the stage area: join or start the stager, and find what is staged.
+
+Nothing here reads the store, decodes, or computes: a worker that asks loses microseconds. Waiting is polling a local
+file name.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from vllm_delta_snapshot.errors import NotStaged, StageError, error_of_fields
+from vllm_delta_snapshot.format.run import RunInfo
+from vllm_delta_snapshot.stage.area import StageArea, StagerConfig, StagerState, is_locked
+from vllm_delta_snapshot.stage.attachment import Attachment
+
+__all__ = ["Handoff"]
+
+_POLL_S: Final = 0.005
+
+
+class Handoff:
+    """A worker's tie to the stager of its host.
+
+    Args:
+        config: what to follow.
+        root: the folder for stage areas.
+        timeout_s: how long the stager may take to find out which version the checkpoint is. It reads every byte of
+            the checkpoint once.
+
+    Attributes:
+        start_version: the version that the engine's checkpoint is.
+        start_digest: its state digest.
+
+    Raises:
+        StageError: the stager did not start, or did not get ready in time.
+        DeltaSnapshotError: what the stager found wrong with the run, the store or the checkpoint.
+    """
+
+    def __init__(self, config: StagerConfig, root: Path, *, timeout_s: float) -> None:
+        self._area = StageArea.of(root, config)
+        self._attachment = Attachment(self._area)
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            state = self._wait_until_following(timeout_s)
+        except BaseException:
+            self.close()
+            self._wait_until_gone(timeout_s=5.0)
+            raise
+        self.start_version = state.start_version
+        self.start_digest = state.start_digest
+        self._attachment.set_version(state.start_version)
+
+    def read_run(self) -> RunInfo:
+        """Return the run that is followed."""
+        return RunInfo.from_json(self._area.run.read_bytes(), file=str(self._area.run))
+
+    def set_version(self, version: int) -> None:
+        """Tell the stager that this worker now has `version`."""
+        self._attachment.set_version(version)
+
+    def find(self, base_version: int, version: int) -> Path:
+        """Return the folder of a staged update, at once.
+
+        Raises:
+            NotStaged: it is not there yet; from now on the stager knows that it is wanted.
+            DeltaSnapshotError: it will not come: what the stager found wrong with it.
+        """
+        folder = self._area.staged_folder(base_version, version)
+        if folder.is_dir():
+            return folder
+        (self._area.wanted / str(version)).touch()
+        self._ensure_stager()
+        state = self._area.read_state()
+        if state and state.error:
+            raise error_of_fields(state.error)
+        if state and state.problem and state.problem.version <= version:
+            raise error_of_fields(state.problem.error)
+        raise NotStaged(
+            f"version {version} is not staged",
+            expected=f"an update from version {base_version}",
+            found=f"newest fetched is version {state.newest}" if state else "the stager is starting",
+            hint="Ask again, or give update_info a longer timeout_s.",
+        )
+
+    def wait(self, base_version: int, version: int, *, timeout_s: float) -> Path:
+        """Return the folder of a staged update, waiting for it at most `timeout_s` seconds. Blocks.
+
+        Raises:
+            NotStaged: it did not come in time.
+            DeltaSnapshotError: see `find`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self.find(base_version, version)
+            except NotStaged:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Let go of the stager; it ends when the last worker has. Nothing happens the second time."""
+        self._attachment.close()
+
+    def _wait_until_following(self, timeout_s: float) -> StagerState:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._ensure_stager()
+            state = self._area.read_state()
+            if state and state.error:
+                raise error_of_fields(state.error)
+            if state and state.status == "following":
+                return state
+            if time.monotonic() >= deadline:
+                raise StageError(
+                    "the stager did not get ready in time",
+                    file=str(self._area.log),
+                    expected=f"at most {timeout_s:g} s",
+                    found=state.status if state else "no state",
+                    hint="Its log is in that file; give init_info a longer init_timeout_s for a large checkpoint.",
+                )
+            time.sleep(_POLL_S)
+
+    def _ensure_stager(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        if is_locked(self._area.lock):
+            return
+        if self._process is not None and self._process.returncode != 0:
+            raise StageError(
+                "the stager died", file=str(self._area.log), found=f"exit status {self._process.returncode}"
+            )
+        self._area.state.unlink(missing_ok=True)
+        with self._area.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "vllm_delta_snapshot.stage", str(self._area.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+                start_new_session=True,
+            )
+
+    def _wait_until_gone(self, timeout_s: float) -> None:
+        """Give a failed stager the time to go, so that the next try starts a new one."""
+        deadline = time.monotonic() + timeout_s
+        while is_locked(self._area.lock) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if self._process is not None:
+            self._process.poll()
