@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainer_hooks.names import CheckpointNames
 from vllm_delta_snapshot.errors import SourceError
@@ -173,7 +174,10 @@ def _constant(name: str, tensor: torch.Tensor) -> Callable[[], Pairs]:
 
 def _fingerprint(tensor: torch.Tensor) -> Hashable | None:
     if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-        return (tensor.data_ptr(), tensor._version)
+        ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        # An address alone would be given again to the replacement of a replacement; the weak reference, which holds no
+        # weights, tells the two apart.
+        return (ref, tensor.data_ptr(), tensor._version)
     return None
 
 

@@ -106,10 +106,12 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
     if index.is_file():
         try:
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            return [folder / check_file_name(name) for name in names]
+        except CorruptFile:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptFile("not a safetensors index", file=str(index), found=error) from error
-        return [folder / check_file_name(name) for name in sorted(names)]
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if not files:
         raise ObjectNotFound(

@@ -31,7 +31,7 @@ __all__ = ["DEFAULT_MAX_FILE_BYTES", "PlannedFile", "StoredPatch", "decode_file"
 DEFAULT_MAX_FILE_BYTES: Final = 1_000_000_000
 """A file grows past this only when it holds a single tensor."""
 
-_KEY: Final = re.compile(r"(0|[1-9]\d{0,8})\.([a-z_]{1,32})")
+_KEY: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.([a-z_]{1,32})")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,9 +28,9 @@ VERSIONS_FOLDER: Final = "versions"
 METADATA_NAME: Final = "metadata.json"
 MAX_VERSION: Final = 99_999_999
 
-_VERSION_NAME: Final = re.compile(r"(\d{8})\.json")
+_VERSION_NAME: Final = re.compile(r"([0-9]{8})\.json")
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_DELTA_FOLDER: Final = re.compile(r"deltas/(\d{8})-([0-9a-f]{8})")
+_DELTA_FOLDER: Final = re.compile(r"deltas/([0-9]{8})-([0-9a-f]{8})")
 
 
 def version_key(version: int) -> str:

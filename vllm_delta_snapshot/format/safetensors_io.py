@@ -22,13 +22,16 @@ from typing import Any, Final
 import numpy as np
 
 from vllm_delta_snapshot.dtypes import Bits, dtype_of
-from vllm_delta_snapshot.errors import CorruptFile, LimitExceeded, ObjectNotFound
+from vllm_delta_snapshot.errors import CorruptFile, LimitExceeded, ObjectNotFound, UnsupportedFormat
 from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["MAX_HEADER_BYTES", "MappedFile", "NamedBits", "file_chunks", "file_size"]
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """The limit of the safetensors format itself."""
+
+MAX_DIMENSIONS: Final = 64
+"""A reader refuses more: numpy's own limit, so that a product of dimensions stays a small number."""
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -138,7 +141,9 @@ def _read_header(path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> dict[
             found=data.size,
         )
     try:
-        header = json.loads(data[_LENGTH.size : _LENGTH.size + length].tobytes(), object_pairs_hook=_unique)
+        # Decoded here, since json.loads would also take UTF-16.
+        text = data[_LENGTH.size : _LENGTH.size + length].tobytes().decode()
+        header = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CorruptFile("header is not valid JSON", file=str(path), found=error) from error
     if not isinstance(header, dict):
@@ -150,6 +155,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a name appears twice")
+    for name in result:
+        name.encode()  # JSON's escapes can spell half a character, which no other file could name
     return result
 
 
@@ -162,18 +169,27 @@ def _read_free_metadata(path: Path, header: dict[str, Any]) -> dict[str, str]:
 
 def _read_entry(path: Path, name: str, entry: Any) -> tuple[TensorSpec, tuple[int, int]]:
     try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        begin, end = offsets
         numbers = [*shape, begin, end]
         well_formed = (
             set(entry) == {"dtype", "shape", "data_offsets"}
             and isinstance(dtype, str)
+            and isinstance(shape, list)
+            and isinstance(offsets, list)
+            and len(shape) <= MAX_DIMENSIONS
             and all(type(number) is int and 0 <= number < 2**63 for number in numbers)
         )
     except (TypeError, KeyError, ValueError) as error:
         raise CorruptFile("header entry is malformed", file=str(path), tensor=name, found=error) from error
     if not well_formed:
-        raise CorruptFile("header entry is malformed", file=str(path), tensor=name, found=entry)
-    expected = math.prod(shape) * dtype_of(dtype).itemsize
+        raise CorruptFile("header entry is malformed", file=str(path), tensor=name, found=repr(entry)[:200])
+    try:
+        expected = math.prod(shape) * dtype_of(dtype).itemsize
+    except UnsupportedFormat as error:
+        raise UnsupportedFormat(
+            error.what, file=str(path), tensor=name, expected=error.expected, found=dtype[:80], hint=error.hint
+        ) from error
     if end - begin != expected:
         raise CorruptFile(
             "data does not fit the shape",

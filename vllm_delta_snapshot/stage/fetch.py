@@ -48,7 +48,7 @@ def fetch(store: Store, record: VersionRecord, metadata: DeltaMetadata, folder: 
         key = f"{record.folder}/{entry.name}"
         if not _is_intact(path, entry):
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                _make_folder(folder)
                 fetch_file(store, key, entry, path)
             except (StageError, CorruptFile):
                 raise
@@ -102,6 +102,13 @@ def fetch_file(store: Store, key: str, entry: FileEntry, path: Path) -> None:
         raise StageError("cannot write the local copy", file=str(path), found=error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StageError("cannot make the local folder", file=str(folder), found=error) from error
 
 
 def _is_intact(path: Path, entry: FileEntry) -> bool:

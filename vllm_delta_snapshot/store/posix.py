@@ -59,7 +59,11 @@ class PosixStore:
             finally:
                 with contextlib.suppress(OSError):
                     temporary.unlink()
-            _sync_folder(path.parent)
+            try:
+                _sync_folder(path.parent)
+            except OSError as error:  # too late for "it did not happen": the object is visible
+                found = os.strerror(error.errno) if error.errno else str(error)
+                raise StoreUnavailable("object created, perhaps not durably", file=str(path), found=found) from error
 
     def put(self, key: str, chunks: Iterable[memoryview]) -> int:
         """See `Store.put`."""
@@ -103,7 +107,7 @@ class PosixStore:
 
     def list(self, folder: str) -> list[str]:
         """See `Store.list`."""
-        path = self._path(folder)
+        path = self._path(folder) if folder else self.root
         try:
             with _reported(path):
                 return sorted(name for name in os.listdir(path) if not name.startswith(_TEMPORARY))
@@ -133,7 +137,7 @@ class PosixStore:
                 self.delete(key)
 
     def _path(self, key: str) -> Path:
-        parts = key.split("/") if key else []
+        parts = key.split("/")
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
             raise StoreError("key leaves the folder", file=repr(key))
         return self.root.joinpath(*parts)

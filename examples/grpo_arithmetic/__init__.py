@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO on short arithmetic questions: a CPU trainer, a live vLLM server, and deltas between them (`__main__`)."""

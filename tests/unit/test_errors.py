@@ -1,0 +1,82 @@
+"""Errors: their tree, their message, and the way across a process border."""
+
+import pickle
+
+import pytest
+
+from vllm_delta_snapshot import errors
+from vllm_delta_snapshot.errors import CorruptFile, DeltaSnapshotError, Recovery, VersionConflict
+from vllm_delta_snapshot.types import TensorSpec
+
+KINDS = sorted(
+    (
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, DeltaSnapshotError)
+    ),
+    key=lambda kind: kind.__name__,
+)
+FIELDS = {"file": "a/b.json", "tensor": "model.w", "expected": 3, "found": "four", "hint": "Do this next."}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_pickled_keeps_kind_fields_and_message(kind: type[DeltaSnapshotError]):
+    error = kind("it failed", **FIELDS)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind
+    assert {name: getattr(copy, name) for name in ("what", *FIELDS)} == {"what": "it failed"} | FIELDS
+    assert str(copy) == str(error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_message_carries_every_field(kind: type[DeltaSnapshotError]):
+    message = str(kind("it failed", **FIELDS))
+    assert message == "it failed: file a/b.json, tensor model.w, expected 3, found four. Do this next."
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_without_fields_is_only_what_failed(kind: type[DeltaSnapshotError]):
+    assert str(kind("it failed")) == "it failed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_says_how_to_recover(kind: type[DeltaSnapshotError]):
+    assert isinstance(kind.recovery, Recovery)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_is_exported_and_drawn_in_the_tree(kind: type[DeltaSnapshotError]):
+    assert kind.__name__ in errors.__all__
+    assert kind.__name__ in (errors.__doc__ or "")
+
+
+@pytest.mark.parametrize("value", [0, False, "", ()])
+def test_error_message_keeps_a_fact_that_is_falsy(value: object):
+    assert str(CorruptFile("it failed", found=value)) == f"it failed: found {value}"
+
+
+def test_error_with_objects_as_facts_can_be_pickled():
+    error = CorruptFile("it failed", expected=TensorSpec("w", (2,), "BF16"), found=OSError(28, "disk full"))
+    copy = pickle.loads(pickle.dumps(error))
+    assert copy.expected == TensorSpec("w", (2,), "BF16")
+    assert str(copy) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (errors.ObjectNotFound, FileNotFoundError),
+        (errors.ObjectExists, FileExistsError),
+        (errors.FormatError, ValueError),
+        (errors.CorruptFile, ValueError),
+    ],
+)
+def test_error_is_caught_as_its_builtin_relative(kind: type[DeltaSnapshotError], builtin: type[Exception]):
+    with pytest.raises(builtin, match="it failed"):
+        raise kind("it failed", file="f")
+
+
+def test_error_raised_through_pickle_still_names_its_version_conflict():
+    copy = pickle.loads(pickle.dumps(VersionConflict("version 3 was committed", hint="Stop one.")))
+    with pytest.raises(VersionConflict, match="version 3 was committed. Stop one."):
+        raise copy

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `delta_snapshot` backend: vLLM's hooks, and what a worker remembers between them.
+
+Every hook runs in the worker, in all workers at once, and generation stands still meanwhile; so none of them touches
+the store. `init` checks fitness and starts following; `update_weights` with ``action="prepare"`` makes all checks
+without writing; with ``action="apply"`` it writes; `finish` moves the label. A worker whose weights are uncertain
+refuses everything from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+from vllm_delta_snapshot.engine.agree import agree
+from vllm_delta_snapshot.engine.compat import check_vllm, checkpoint_folder
+from vllm_delta_snapshot.engine.fitness import Fitness, check_fitness
+from vllm_delta_snapshot.engine.load_plan import LoadPlan
+from vllm_delta_snapshot.engine.log import logger
+from vllm_delta_snapshot.engine.messages import DeltaSnapshotInitInfo, DeltaSnapshotUpdateInfo
+from vllm_delta_snapshot.engine.transaction import PreparedUpdate, prepare
+from vllm_delta_snapshot.engine.updates import Update, openrl_update, staged_update
+from vllm_delta_snapshot.errors import ApplyError, OutOfOrder, RunMismatch, WeightsUncertain
+from vllm_delta_snapshot.stage.area import StagerConfig, default_stage_root
+from vllm_delta_snapshot.stage.handoff import Handoff
+
+__all__ = ["DeltaSnapshotWeightTransferEngine"]
+
+
+class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitInfo, DeltaSnapshotUpdateInfo]):
+    """One worker's end. Built by vLLM after the model is loaded.
+
+    Raises:
+        CompatibilityError: this vLLM has no patch loader.
+    """
+
+    init_info_cls = DeltaSnapshotInitInfo
+    update_info_cls = DeltaSnapshotUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        check_vllm()
+        self._handoff: Handoff | None = None
+        self._fitness = Fitness(LoadPlan(), {}, {})
+        self._run_id = ""
+        self._version = 0
+        self._state_digest = ""
+        self._stage_timeout_s = 0.0
+        self._is_ready = False
+        self._is_uncertain = False
+        self._prepared: tuple[Update, PreparedUpdate] | None = None
+        self._applied: Update | None = None
+        if device.type == "cpu":
+            logger.info("CPU backend: weights are kept plain, not packed, so that updates reach them")
+
+    @torch.no_grad()
+    def init_transfer_engine(self, init_info: DeltaSnapshotInitInfo) -> None:
+        """Check what this engine can do, and start following the run. Collective over the engine's workers.
+
+        Raises:
+            TensorRefused: layers or tensors that cannot be updated exactly; named.
+            BaseMismatch: the live weights are not the checkpoint's, or the checkpoint is not of this run.
+            DeltaSnapshotError: the run, the store or the checkpoint cannot be read.
+        """
+        self._require_certain()
+        started = time.monotonic()
+        self.shutdown()
+        folder = checkpoint_folder(self.model_config, self.vllm_config.load_config, init_info.checkpoint)
+        self._fitness = check_fitness(self.model, folder, init_info.skip)
+        failure: BaseException | None = None
+        try:
+            if init_info.sync_dir is not None:
+                self._follow(init_info, init_info.sync_dir, folder)
+        except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
+            failure = error
+        try:
+            agree(failure, (self._run_id, self._version))
+        except BaseException:
+            self.shutdown()
+            raise
+        self._is_ready = True
+        logger.info(
+            "initialized run=%s version=%d tensors=%d skipped=%d seconds=%.3f",
+            self._run_id or None,
+            self._version,
+            len(self._fitness.specs),
+            len(self._fitness.skipped),
+            time.monotonic() - started,
+        )
+
+    def start_weight_update(self) -> None:
+        """Begin an update. Returns at once.
+
+        Raises:
+            WeightsUncertain: this worker must not serve.
+            ApplyError: the engine is not initialized.
+        """
+        self._require_certain()
+        self._require_ready()
+        self._applied = None
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: DeltaSnapshotUpdateInfo) -> None:
+        """Prepare or apply an update, or answer whether this worker may serve. Collective over the engine's workers.
+
+        Raises:
+            NotStaged: the version is not there (for ``prepare`` at once, for ``apply`` after the time-out).
+            OutOfOrder: the engine is past that version.
+            DeltaSnapshotError: a check failed; no weight was written.
+            WeightsUncertain: this worker must not serve.
+        """
+        self._require_certain()
+        self._require_ready()
+        if update_info.action == "check":
+            return
+        failure: BaseException | None = None
+        try:
+            self._prepare(update_info)
+        except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
+            failure = error
+        agree(failure, (self._version, self._prepared is not None))
+        if update_info.action == "apply":
+            self._apply()
+
+    def finish_weight_update(self) -> None:
+        """Move this worker's version to what was applied. Does nothing if nothing was.
+
+        Raises:
+            WeightsUncertain: this worker must not serve.
+        """
+        self._require_certain()
+        applied, self._applied = self._applied, None
+        if applied is None or applied.version is None:
+            return
+        self._version, self._state_digest = applied.version, applied.state_digest
+        if self._handoff is not None:
+            self._handoff.set_version(applied.version)
+
+    def shutdown(self) -> None:
+        """Let go of the stager. Nothing happens the second time."""
+        if self._handoff is not None:
+            self._handoff.close()
+            self._handoff = None
+        self._prepared = None
+        self._is_ready = False
+
+    def _follow(self, init_info: DeltaSnapshotInitInfo, sync_dir: str, folder: Path) -> None:
+        config = StagerConfig(sync_dir=sync_dir, checkpoint=str(folder))
+        root = Path(init_info.stage_dir) if init_info.stage_dir else default_stage_root()
+        self._handoff = Handoff(config, root, timeout_s=init_info.init_timeout_s)
+        self._run_id = self._handoff.read_run().run_id
+        self._version, self._state_digest = self._handoff.start_version, self._handoff.start_digest
+        self._stage_timeout_s = init_info.stage_timeout_s
+
+    def _prepare(self, update_info: DeltaSnapshotUpdateInfo) -> None:
+        ready = None if self._prepared is None else self._prepared[0].version
+        if ready is not None and ready == update_info.version:
+            return
+        self._prepared = None
+        update = self._find_update(update_info)
+        if update is not None:
+            prepared = prepare(self._fitness, update.patches, update.old_digests)
+            self._prepared = (update, prepared)
+
+    def _find_update(self, update_info: DeltaSnapshotUpdateInfo) -> Update | None:
+        """Return the update asked for; ``None`` if the engine has that version already."""
+        if update_info.target_weights_path is not None:
+            return self._find_openrl(Path(update_info.target_weights_path))
+        version = update_info.version
+        if self._handoff is None or version is None:
+            raise RunMismatch(
+                "this engine follows no run, so it knows no versions",
+                found=f"version {version}",
+                hint='Give init_info a sync_dir, or update_info {"target_weights_path": folder}.',
+            )
+        if version == self._version:
+            return None
+        if version < self._version:
+            raise OutOfOrder(
+                "the engine cannot go back to an earlier version",
+                expected=f"version {self._version} or later",
+                found=f"version {version}",
+                hint="Materialize that version and start an engine from it.",
+            )
+        timeout_s = self._stage_timeout_s if update_info.timeout_s is None else update_info.timeout_s
+        timeout_s = timeout_s if update_info.action == "apply" else 0.0
+        folder = self._handoff.wait(self._version, version, timeout_s=timeout_s)
+        return staged_update(
+            folder,
+            self._fitness.specs,
+            run_id=self._run_id,
+            base_version=self._version,
+            version=version,
+            state_digest=self._state_digest,
+        )
+
+    def _find_openrl(self, folder: Path) -> Update:
+        if self._handoff is not None:
+            raise RunMismatch(
+                "this engine follows a run; a folder without lineage would take it off the chain",
+                file=str(folder),
+                hint="Initialize the engine without a sync_dir to apply OpenRL folders.",
+            )
+        return openrl_update(folder, self._fitness.specs)
+
+    def _apply(self) -> None:
+        if self._prepared is None:
+            logger.info("nothing to apply version=%d", self._version)
+            return
+        started = time.monotonic()
+        (update, prepared), self._prepared = self._prepared, None
+        try:
+            prepared.commit(self.model)
+        except WeightsUncertain:
+            self._is_uncertain = True
+            raise
+        self._applied = update
+        logger.info(
+            "applied version=%s changed=%d tensors=%d proven=%d seconds=%.4f",
+            update.version,
+            sum(patch.changed for patch in update.patches),
+            len(update.patches),
+            prepared.compared,
+            time.monotonic() - started,
+        )
+
+    def _require_certain(self) -> None:
+        if self._is_uncertain:
+            raise WeightsUncertain(
+                "an earlier update failed half-way and could not be undone",
+                hint="Do not resume this engine: restart it; it catches up by itself.",
+            )
+
+    def _require_ready(self) -> None:
+        if not self._is_ready:
+            raise ApplyError(
+                "the weight transfer engine is not initialized",
+                hint='Call init_weight_transfer_engine with {"sync_dir": ...} first.',
+            )

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hooks take: the content of `init_info` and `update_info`, checked when it arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+
+__all__ = ["DeltaSnapshotInitInfo", "DeltaSnapshotUpdateInfo"]
+
+
+@dataclass
+class DeltaSnapshotInitInfo(WeightTransferInitInfo):
+    """What `init_transfer_engine` takes.
+
+    Raises:
+        ValueError: a value of a wrong type or out of range.
+    """
+
+    sync_dir: str | None = None
+    """The run's folder. Without it the engine follows nothing and takes OpenRL folders by `target_weights_path`."""
+    checkpoint: str | None = None
+    """The local folder that the engine's weights were loaded from; by default the model's own path."""
+    stage_dir: str | None = None
+    """A local folder with room for a few updates; by default $DELTA_SNAPSHOT_STAGE_DIR or one in the temp folder."""
+    skip: list[str] = field(default_factory=list)
+    """Patterns of checkpoint names that this engine rightly has no use for (a draft head, a skipped tower)."""
+    init_timeout_s: float = 600.0
+    """How long the stager may take to read the checkpoint once."""
+    stage_timeout_s: float = 60.0
+    """How long `update_weights` waits for a version that is not staged, unless it says otherwise."""
+
+    def __post_init__(self) -> None:
+        for name in ("sync_dir", "checkpoint", "stage_dir"):
+            _check(name, getattr(self, name), str, optional=True)
+        _check("skip", self.skip, list, optional=False)
+        for pattern in self.skip:
+            _check("skip", pattern, str, optional=False)
+        for name in ("init_timeout_s", "stage_timeout_s"):
+            _check_seconds(name, getattr(self, name))
+
+
+@dataclass
+class DeltaSnapshotUpdateInfo(WeightTransferUpdateInfo):
+    """What `update_weights` takes: a version of the run, or an OpenRL folder.
+
+    Raises:
+        ValueError: neither or both, or a value of a wrong type or out of range.
+    """
+
+    version: int | None = None
+    """The version to go to."""
+    action: Literal["apply", "prepare", "check"] = "apply"
+    """`prepare` makes every check and readies the update without writing a weight; it fails at once if the version is
+    not staged. `check` fails if the engine must not serve. `apply` waits, prepares if need be, and writes."""
+    timeout_s: float | None = None
+    """How long `apply` waits for a version that is not staged."""
+    target_weights_path: str | None = None
+    """The local folder of an OpenRL delta, for an engine without a run."""
+
+    def __post_init__(self) -> None:
+        _check("version", self.version, int, optional=True)
+        _check("target_weights_path", self.target_weights_path, str, optional=True)
+        if self.action not in ("apply", "prepare", "check"):
+            raise ValueError(f"update_info: action must be apply, prepare or check, found {self.action!r}")
+        if self.version is not None and self.version < 0:
+            raise ValueError(f"update_info: version must not be negative, found {self.version}")
+        if self.timeout_s is not None:
+            _check_seconds("timeout_s", self.timeout_s)
+        given = (self.version is not None) + (self.target_weights_path is not None)
+        if given != (0 if self.action == "check" else 1):
+            raise ValueError('update_info: give {"version": N}, or {"target_weights_path": folder} for OpenRL folders')
+
+
+def _check(name: str, value: object, kind: type, *, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name} must be {kind.__name__}, found {value!r}")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
+        raise ValueError(f"{name} must be a number of seconds, found {value!r}")

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry point of vLLM's `general_plugins`: `register()` and nothing else.
+
+vLLM calls it in every process of an engine (API server, engine core, workers, model inspection), without a guard: an
+exception here would stop vLLM for everybody. So it imports nothing heavy, does nothing twice, and cannot fail.
+"""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["BACKEND", "register"]
+
+BACKEND = "delta_snapshot"
+"""The name in ``WeightTransferConfig(backend=...)``."""
+
+_MODULE = "vllm_delta_snapshot.engine.backend"
+_CLASS = "DeltaSnapshotWeightTransferEngine"
+
+# Under vLLM's own logger: it is the only one whose INFO lines reach the user from a worker.
+logger = logging.getLogger("vllm.delta_snapshot")
+
+
+def register() -> None:
+    """Register the backend with vLLM, by name only: the engine's module is imported when a worker needs it."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+        try:
+            Factory.register_engine(BACKEND, _MODULE, _CLASS)
+        except ValueError:
+            _say_who_owns_the_name(Factory)
+        from vllm_delta_snapshot.engine.cpu import keep_plain_weights
+
+        keep_plain_weights()
+    except Exception:
+        logger.exception("delta_snapshot could not be registered; vLLM goes on without it")
+
+
+def _say_who_owns_the_name(factory: object) -> None:
+    """Warn if the name is another plugin's. Ours, from an earlier call in this process, is no news."""
+    loader = getattr(factory, "_registry", {}).get(BACKEND)
+    owner = loader() if loader is not None else None
+    if owner is None or (owner.__module__, owner.__qualname__) != (_MODULE, _CLASS):
+        name = f"{owner.__module__}.{owner.__qualname__}" if owner is not None else "an unknown class"
+        logger.warning(
+            "weight transfer backend %r belongs to %s, not to vllm-delta-snapshot. Uninstall one of the two, or "
+            "choose with VLLM_PLUGINS (comma-separated entry point names, no spaces).",
+            BACKEND,
+            name,
+        )
