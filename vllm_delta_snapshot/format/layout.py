@@ -12,6 +12,7 @@ from typing import Final
 from vllm_delta_snapshot.errors import CorruptFile, LimitExceeded
 
 __all__ = [
+    "DELTAS_FOLDER",
     "MAX_VERSION",
     "METADATA_NAME",
     "RUN_KEY",
@@ -19,12 +20,14 @@ __all__ = [
     "check_file_name",
     "delta_file_name",
     "delta_folder",
+    "is_delta_folder",
     "version_key",
     "version_of_key",
 ]
 
 RUN_KEY: Final = "run.json"
 VERSIONS_FOLDER: Final = "versions"
+DELTAS_FOLDER: Final = "deltas"
 METADATA_NAME: Final = "metadata.json"
 MAX_VERSION: Final = 99_999_999
 
@@ -52,7 +55,7 @@ def version_of_key(name: str) -> int | None:
 
 def delta_folder(version: int, publication_id: str) -> str:
     """Return the folder of a delta. The publication id keeps two writers, or a retry, from mixing files."""
-    return f"deltas/{version:08d}-{publication_id[:8]}"
+    return f"{DELTAS_FOLDER}/{version:08d}-{publication_id[:8]}"
 
 
 def is_delta_folder(folder: str, version: int) -> bool:

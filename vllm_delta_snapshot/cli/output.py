@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all verbs share: data on stdout, the rest on stderr, errors as one paragraph, exit codes.
+
+0 ok; 1 a problem was found; 2 wrong usage; 3 the store is unreachable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from vllm_delta_snapshot.errors import CompatibilityError, DeltaSnapshotError, LimitExceeded, StoreUnavailable
+from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.store import open_store
+
+__all__ = ["EXIT_PROBLEM", "EXIT_UNREACHABLE", "EXIT_USAGE", "fail", "open_run", "reported", "split_target"]
+
+EXIT_PROBLEM: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_UNREACHABLE: Final = 3
+
+
+@contextlib.contextmanager
+def reported(*, as_json: bool) -> Iterator[None]:
+    """Turn an error of ours into a message and an exit code. With ``--json`` it is also an object on stdout."""
+    try:
+        yield
+    except DeltaSnapshotError as error:
+        if as_json:
+            print_json({"ok": False, "error": error.to_fields()})
+        code = EXIT_PROBLEM
+        if isinstance(error, StoreUnavailable):
+            code = EXIT_UNREACHABLE
+        elif isinstance(error, CompatibilityError | LimitExceeded):
+            code = EXIT_USAGE
+        fail(f"{type(error).__name__}: {error}", code)
+
+
+def fail(message: str, code: int) -> None:
+    """Print a message to stderr and exit."""
+    typer.echo(message, err=True)
+    raise typer.Exit(code)
+
+
+def open_run(sync_dir: str) -> RunFolder:
+    """Open a run and read its run.json.
+
+    Raises:
+        DeltaSnapshotError: there is none, or it cannot be read.
+    """
+    folder = RunFolder(open_store(sync_dir))
+    folder.read_run()
+    return folder
+
+
+def split_target(target: str) -> tuple[str, int | None]:
+    """Split ``SYNC_DIR@N`` into its parts."""
+    match = re.fullmatch(r"(.+)@(\d{1,8})", target)
+    return (match[1], int(match[2])) if match else (target, None)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print one JSON object to stdout."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def print_fields(fields: Mapping[str, object]) -> None:
+    """Print names and values, one a line, aligned."""
+    width = max(map(len, fields), default=0)
+    for name, value in fields.items():
+        typer.echo(f"{name:<{width}}  {value}")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table to stdout; the first column is text, the others are numbers unless they begin with a letter."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        is_text = number == 0 or column in ("metrics", "dtype", "created", "file")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(str, row))
+    # Not a terminal: no width to fit into, so nothing is cut.
+    Console(width=None if sys.stdout.isatty() else 1000, highlight=False).print(table)
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Return a size for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} TB"
+
+
+@contextlib.contextmanager
+def progress_bar(title: str, *, as_json: bool) -> Iterator[Progress]:
+    """Show a progress bar on stderr; none if that is no terminal, with ``--json``, or if the user wants none."""
+    is_off = as_json or not sys.stderr.isatty() or bool(os.environ.get("DELTA_SNAPSHOT_NO_PROGRESS"))
+    columns = (TextColumn(title), BarColumn(), TextColumn("{task.completed}/{task.total} versions"))
+    with Progress(*columns, console=Console(stderr=True), disable=is_off, transient=True) as progress:
+        yield progress

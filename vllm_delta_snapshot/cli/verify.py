@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``delta-snapshot verify``: is every byte of a run what it should be?"""
+
+from __future__ import annotations
+
+import typer
+
+from vllm_delta_snapshot.cli.output import (
+    EXIT_PROBLEM,
+    human_bytes,
+    open_run,
+    print_json,
+    progress_bar,
+    reported,
+)
+from vllm_delta_snapshot.verify_run import RunVerification, verify_run
+
+__all__ = ["run"]
+
+
+def run(sync_dir: str, *, as_json: bool) -> None:
+    """Verify, print every problem, and exit with 1 if there is one."""
+    with reported(as_json=as_json), progress_bar("verifying", as_json=as_json) as bar:
+        task = bar.add_task("", total=None)
+        found = verify_run(
+            open_run(sync_dir), progress=lambda done, total, _: bar.update(task, completed=done, total=total)
+        )
+    if as_json:
+        print_json(_as_json(found))
+    else:
+        _print(found)
+    if not found.is_ok:
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+def _as_json(found: RunVerification) -> dict[str, object]:
+    return {
+        "ok": found.is_ok,
+        "run_id": found.run_id,
+        "versions": found.versions,
+        "newest_version": found.newest,
+        "payload_bytes": found.payload_bytes,
+        "changed_elements": found.changed_elements,
+        "problems": [{"version": problem.version, **problem.error.to_fields()} for problem in found.problems],
+        "leftovers": found.leftovers,
+    }
+
+
+def _print(found: RunVerification) -> None:
+    for problem in found.problems:
+        typer.echo(f"version {problem.version}: {type(problem.error).__name__}: {problem.error}")
+    for name in found.leftovers:
+        typer.echo(f"leftover of a publication that was never committed (harmless): {name}", err=True)
+    summary = f"{found.versions} versions, newest {found.newest}, {human_bytes(found.payload_bytes)} of payload"
+    if found.is_ok:
+        typer.echo(f"ok: {summary}, run {found.run_id}")
+    else:
+        typer.echo(f"NOT ok: {len(found.problems)} of {summary} damaged, run {found.run_id}")
