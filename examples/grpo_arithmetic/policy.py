@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import nn
-
-MICRO_BATCH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +16,11 @@ class Rollout:
     """One sampled completion.
 
     Attributes:
-        question: index of its question; completions of one question are a group.
+        question: index of its question; the completions of one question are a group.
         prompt: token ids that were sent.
         completion: token ids that the engine sampled, end-of-text included.
-        logprobs: the engine's log-probability of each sampled token.
-        reward: set once it is known.
+        logprobs: the engine's log-probability of each of them.
+        reward: between 0 and 1.
     """
 
     question: int
@@ -37,95 +36,76 @@ class StepStatistics:
 
     Attributes:
         grad_norm: gradient norm before clipping.
-        logprob_gap: mean absolute difference between the trainer's and the engine's log-probability of the sampled
-            tokens: small only if both have the same weights.
-        used: completions in groups whose rewards differ; the others carry no gradient.
+        logprob_gap: mean absolute difference between the trainer's (fp32) and the engine's (bf16) log-probability of
+            a sampled token. Small only if both have the same weights but for rounding.
+        groups_used: groups whose rewards differ; the others have no gradient and are left out.
     """
 
     grad_norm: float
     logprob_gap: float
-    used: int
+    groups_used: int
 
 
 class Policy:
-    """A causal language model with its optimizer.
+    """A causal language model of transformers with its optimizer.
 
     Args:
         model: fp32 master weights.
-        learning_rate: AdamW's; no weight decay, so that only the reward moves the weights.
+        learning_rate: AdamW's; no weight decay, so that only rewards move the weights.
     """
 
     def __init__(self, model: nn.Module, *, learning_rate: float) -> None:
         self.model = model
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def step(self, rollouts: Sequence[Rollout]) -> StepStatistics:
-        """Take one optimizer step on fresh rollouts of the present policy."""
-        advantages = group_advantages(rollouts)
-        tokens = sum(len(item.completion) for item in rollouts)
-        gap, used = 0.0, 0
+    def step(self, rollouts: Iterable[Rollout]) -> StepStatistics:
+        """Take one optimizer step on fresh rollouts of the present policy, ordered by question."""
+        groups = [list(group) for _, group in groupby(rollouts, key=lambda item: item.question)]
+        groups = [group for group in groups if len({item.reward for item in group}) > 1]
+        tokens = sum(len(item.completion) for group in groups for item in group)
+        gap = 0.0
         self._optimizer.zero_grad(set_to_none=True)
-        order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].prompt) + len(rollouts[i].completion))
-        for start in range(0, len(order), MICRO_BATCH):
-            chosen = order[start : start + MICRO_BATCH]
-            batch = [rollouts[i] for i in chosen]
-            weights = torch.tensor([advantages[i] for i in chosen])
-            logprobs, mask = completion_logprobs(self.model, batch)
-            loss = -(logprobs * weights[:, None] * mask).sum() / tokens
-            loss.backward()
-            gap += _summed_gap(logprobs, batch)
-            used += int((weights != 0).sum())
+        for group in groups:
+            logprobs, mask = completion_logprobs(self.model, group)
+            (-(logprobs * advantages(group)[:, None] * mask).sum() / tokens).backward()
+            gap += _summed_gap(logprobs.detach(), group)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self._optimizer.step()
-        return StepStatistics(grad_norm=float(norm), logprob_gap=gap / max(1, tokens), used=used)
+        if groups:
+            self._optimizer.step()
+        return StepStatistics(float(norm), gap / max(1, tokens), len(groups))
 
 
-def group_advantages(rollouts: Sequence[Rollout]) -> list[float]:
-    """Normalise rewards within each question's group; a group with equal rewards gets zeros."""
-    groups: dict[int, list[float]] = {}
-    for item in rollouts:
-        groups.setdefault(item.question, []).append(item.reward)
-    moments = {key: torch.tensor(rewards, dtype=torch.float64) for key, rewards in groups.items()}
-    result = []
-    for item in rollouts:
-        rewards = moments[item.question]
-        spread = float(rewards.std(correction=0))
-        result.append((item.reward - float(rewards.mean())) / (spread + 1e-4) if spread > 0 else 0.0)
-    return result
+def advantages(group: Sequence[Rollout]) -> torch.Tensor:
+    """Return the group's rewards, shifted and scaled to mean 0 and standard deviation 1."""
+    rewards = torch.tensor([item.reward for item in group], dtype=torch.float64)
+    return ((rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-4)).float()
 
 
-def completion_logprobs(model: nn.Module, batch: Sequence[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the model's log-probabilities of the completions' tokens, and the mask of the real ones.
+def completion_logprobs(model: nn.Module, group: Sequence[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the model's log-probabilities of a group's completion tokens, and the mask of the real ones.
 
-    Both have the shape (batch, longest completion). Prompts are padded on the left and completions on the right, so
-    that all completions start in one column and only their logits are computed.
+    Both have the shape (group, longest completion). The group's one prompt goes through the model once.
     """
-    prompt_length = max(len(item.prompt) for item in batch)
-    length = max(len(item.completion) for item in batch)
-    ids = torch.zeros(len(batch), prompt_length + length, dtype=torch.long)
-    present = torch.zeros_like(ids)
-    for row, item in enumerate(batch):
-        first, last = prompt_length - len(item.prompt), prompt_length + len(item.completion)
-        ids[row, first:last] = torch.tensor([*item.prompt, *item.completion])
-        present[row, first:last] = 1
-    positions = (present.cumsum(1) - 1).clamp(min=0)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = model(
-            input_ids=ids[:, :-1],
-            attention_mask=present[:, :-1],
-            position_ids=positions[:, :-1],
-            logits_to_keep=length,
-            use_cache=False,
-        )
-    logits = output.logits.float()
-    targets = ids[:, prompt_length:]
-    logprobs = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
-    return logprobs, present[:, prompt_length:].float()
+    prompt = torch.tensor([group[0].prompt])
+    length = max(len(item.completion) for item in group)
+    targets = torch.zeros(len(group), length, dtype=torch.long)
+    mask = torch.zeros(len(group), length)
+    for row, item in enumerate(group):
+        targets[row, : len(item.completion)] = torch.tensor(item.completion)
+        mask[row, : len(item.completion)] = 1
+    head = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+    logits = head.logits.expand(len(group), -1, -1)
+    if length > 1:
+        cache = head.past_key_values
+        cache.batch_repeat_interleave(len(group))
+        present = torch.cat([torch.ones(len(group), prompt.shape[1]), mask[:, :-1]], dim=1).long()
+        rest = model(input_ids=targets[:, :-1], attention_mask=present, past_key_values=cache, use_cache=True)
+        logits = torch.cat([logits, rest.logits], dim=1)
+    return logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1), mask
 
 
-def _summed_gap(logprobs: torch.Tensor, batch: Sequence[Rollout]) -> float:
-    rows = logprobs.detach()
+def _summed_gap(logprobs: torch.Tensor, group: Sequence[Rollout]) -> float:
     return sum(
-        float((rows[row, : len(item.logprobs)] - torch.tensor(item.logprobs)).abs().sum())
-        for row, item in enumerate(batch)
+        float((row[: len(item.logprobs)] - torch.tensor(item.logprobs)).abs().sum())
+        for row, item in zip(logprobs, group, strict=True)
     )

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from vllm_delta_snapshot.dtypes import dtype_of
-from vllm_delta_snapshot.errors import CorruptFile
+from vllm_delta_snapshot.errors import CorruptFile, FormatError
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.encodings import Encoding, encoding_of
 from vllm_delta_snapshot.format.encodings.base import Part, Parts
@@ -127,9 +127,14 @@ def decode_file(path: Path, stored: Sequence[StoredPatch]) -> list[TensorPatch]:
     for patch in stored:
         try:
             decoded = encoding_of(patch.encoding).decode(patch.spec, patch.changed, parts[patch.place])
-        except CorruptFile as error:
-            raise CorruptFile(
-                error.what, file=str(path), tensor=error.tensor, expected=error.expected, found=error.found
+        except FormatError as error:
+            raise type(error)(
+                error.what,
+                file=str(path),
+                tensor=patch.spec.name,
+                expected=error.expected,
+                found=error.found,
+                hint=error.hint,
             ) from error
         patches.append(decoded)
     return patches

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,6 +24,9 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 """A number of elements or bytes."""
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 """A tensor's checkpoint name."""
+
+_IDENTITY: Final = frozenset({"format", "format_version", "digest_algorithm"})
+"""Fields that say what an object is and how to read it."""
 
 
 class WireModel(BaseModel):
@@ -49,16 +52,21 @@ class WireModel(BaseModel):
         """
         try:
             # JSON mode: strict types, but arrays may fill tuples.
-            return cls.model_validate_json(data)
+            found = cls.model_validate_json(data)
         except ValidationError as error:
             raise _readable(error, file) from error
+        # The defaults of these are for writers: what does not say what it is, is not read.
+        unsaid = sorted(_IDENTITY & cls.model_fields.keys() - found.model_fields_set)
+        if unsaid:
+            raise UnsupportedFormat(f"unknown {unsaid[0]}", file=file, found="nothing")
+        return found
 
 
 def _readable(error: ValidationError, file: str) -> CorruptFile | UnsupportedFormat:
     first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or "the whole object"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    if first["loc"] and first["loc"][0] in ("format", "format_version", "digest_algorithm"):
+    if first["loc"] and first["loc"][0] in _IDENTITY:
         return UnsupportedFormat(
             f"unknown {field}",
             file=file,

@@ -1,0 +1,71 @@
+# Everything sets itself up: `make demo` and `make test` work on a fresh clone. `make help` lists the targets.
+#
+# PYTHON       the interpreter that makes .venv (3.11 or newer)
+# TORCH_INDEX  a package index with CPU builds of torch; without it PyPI's build is installed, which on Linux brings CUDA
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMPS := $(VENV)/.stamps
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint typecheck format bench clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMPS)/engine $(STAMPS)/demo  ## Make .venv with everything, the CPU engine included
+
+demo: $(STAMPS)/engine $(STAMPS)/demo  ## Train a real model while a real vLLM engine takes each step's delta (about 6 minutes)
+	$(BIN)/python -m examples.grpo_arithmetic
+
+test: $(STAMPS)/engine  ## All tests, on a real vLLM engine (under 20 minutes on 2 cores)
+	$(BIN)/python -m pytest tests
+
+test-fast: $(STAMPS)/base  ## The tests that need no vLLM (under 2 minutes)
+	$(BIN)/python -m pytest tests -m "not vllm"
+
+lint: $(STAMPS)/base  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMPS)/base  ## ruff: rewrite
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: $(STAMPS)/base  ## mypy, strict
+	$(BIN)/mypy
+
+bench: $(STAMPS)/engine  ## Measure, side by side, and write docs/performance.md
+	$(BIN)/python -m benchmarks.publish
+
+clean:  ## Remove .venv, caches and outputs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each stamp is newer than what it was made from; a change of requirements makes it again, and nothing else does.
+
+$(STAMPS)/venv:
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+$(STAMPS)/torch: requirements/torch.txt $(STAMPS)/venv
+	$(PIP) install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r requirements/torch.txt
+	@touch $@
+
+$(STAMPS)/base: requirements/base.txt requirements/engine-cpu.txt pyproject.toml $(STAMPS)/torch
+	$(PIP) install -q -r requirements/base.txt -c requirements/engine-cpu.txt -c requirements/torch.txt
+	$(PIP) install -q --no-deps -e .
+	@touch $@
+
+$(STAMPS)/engine: requirements/engine-cpu.txt $(STAMPS)/base
+	$(PIP) install -q --no-deps -r requirements/engine-cpu.txt
+	@touch $@
+
+$(STAMPS)/demo: requirements/demo.txt $(STAMPS)/base
+	$(PIP) install -q --no-deps -r requirements/demo.txt
+	@touch $@

@@ -1,0 +1,93 @@
+"""Tiny random checkpoints of real architectures, written by transformers, and a trainer for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_COMMON = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def _qwen3(transformers: Any) -> Any:
+    return transformers.Qwen3Config(**_COMMON, head_dim=32, tie_word_embeddings=False)
+
+
+def _llama_tied(transformers: Any) -> Any:
+    return transformers.LlamaConfig(**_COMMON, head_dim=32, tie_word_embeddings=True)
+
+
+def _qwen2_bias(transformers: Any) -> Any:
+    return transformers.Qwen2Config(**_COMMON, tie_word_embeddings=False)
+
+
+def _qwen3_moe(transformers: Any) -> Any:
+    return transformers.Qwen3MoeConfig(
+        **_COMMON,
+        head_dim=32,
+        tie_word_embeddings=False,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+
+
+def _gemma3(transformers: Any) -> Any:
+    return transformers.Gemma3TextConfig(
+        **_COMMON,
+        head_dim=32,
+        sliding_window=64,
+        query_pre_attn_scalar=32,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+
+
+ARCHITECTURES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "qwen3": (_qwen3, "Qwen3ForCausalLM"),
+    "llama_tied": (_llama_tied, "LlamaForCausalLM"),
+    "qwen2_bias": (_qwen2_bias, "Qwen2ForCausalLM"),
+    "qwen3_moe": (_qwen3_moe, "Qwen3MoeForCausalLM"),
+    "gemma3": (_gemma3, "Gemma3ForCausalLM"),
+}
+"""By name: what makes the configuration, and the class that vLLM serves."""
+
+
+def make_model(architecture: str, folder: Path, *, seed: int = 0) -> torch.nn.Module:
+    """Write a random bf16 checkpoint to `folder`, and return the model with fp32 master weights."""
+    import transformers
+
+    make_config, class_name = ARCHITECTURES[architecture]
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(make_config(transformers)).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases start as ones and zeros, which hide mistakes
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = [class_name]
+    (folder / "config.json").write_text(json.dumps(config))
+    return model.float()
+
+
+def train_step(model: torch.nn.Module, number: int, *, density: float = 0.02) -> None:
+    """Change about `density` of every master weight, by enough to change what the model says."""
+    generator = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            chosen = torch.rand(parameter.shape, generator=generator) < density
+            noise = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.copy_(torch.where(chosen, parameter * 1.25 + noise, parameter))
