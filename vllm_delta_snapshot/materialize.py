@@ -85,6 +85,7 @@ def materialize(
         base_state_digest=run.base.state_digest,
         version=version,
     )
+    out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StageError("the output is not an empty folder", file=str(out), hint="Give a new folder.")
     work = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")

@@ -1,56 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO on arithmetic with a live vLLM server: ``python -m examples.grpo_arithmetic``.
 
-A trainer on the CPU and an unmodified vLLM server in its own process share nothing but a folder. Every step the server
-samples answers, the trainer takes one policy-gradient step, publishes what changed, and the server takes it over while
-it stays up. In the end the server's weights are compared with the trainer's, bit for bit, and with a server started
-afresh.
+A trainer on the CPU and an unmodified vLLM server in its own process share nothing but a folder. At every step the
+server samples answers, the trainer takes one policy-gradient step and publishes what changed, and the server takes
+that over while it stays up. In the end the server's weights are compared with the trainer's, bit for bit, and with
+those of a server started afresh.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
+from examples.grpo_arithmetic import report
 from examples.grpo_arithmetic.check import ServerState, Verdict, compare_checkpoint, judge, served_tensors
+from examples.grpo_arithmetic.loop import StepRecord, mean_reward, run_step, sample
 from examples.grpo_arithmetic.model import load_tokenizer, load_trainer_model, prepare_base
-from examples.grpo_arithmetic.picture import draw
-from examples.grpo_arithmetic.policy import Policy, Rollout
-from examples.grpo_arithmetic.rollout import greedy_tokens, sample_rollouts
+from examples.grpo_arithmetic.policy import Policy
+from examples.grpo_arithmetic.rollout import greedy_tokens
 from examples.grpo_arithmetic.server import VllmServer
 from examples.grpo_arithmetic.settings import DemoError, Settings, clear_earlier_run, read_settings
 from examples.grpo_arithmetic.tasks import Task, make_task
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot import DeltaSnapshotError
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.drive import ServerClient, sync_server
+from vllm_delta_snapshot.drive import ServerClient
 from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One line of the table; seconds and bytes as measured."""
+def main() -> int:
+    """Run the demo; return the exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        verdict = run(read_settings())
+    except (DemoError, DeltaSnapshotError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the server was stopped", file=sys.stderr)
+        return 130
+    return 1 if verdict.weight_problems or verdict.token_problems else 0
 
-    step: int
-    version: int
-    reward: float
-    density: float
-    delta_bytes: int
-    checkpoint_bytes: int
-    rollout_s: float
-    train_s: float
-    publish_s: float
-    stage_s: float
-    pause_s: float
-    apply_s: float
-    grad_norm: float
-    logprob_gap: float
-    groups_used: int
+
+def run(settings: Settings) -> Verdict:
+    """Train, keep a live server in step, and compare the two."""
+    started = time.monotonic()
+    torch.manual_seed(settings.seed)
+    clear_earlier_run(settings)
+    report.announce_base(settings)
+    base = prepare_base(settings)
+    task = make_task(settings, load_tokenizer(base))
+    model = load_trainer_model(base)
+    policy = Policy(model, learning_rate=settings.learning_rate)
+    publisher = DeltaPublisher(model, sync_dir=str(settings.sync_dir), base=base)
+    report.trainer(base, model, settings, task)
+
+    records: list[StepRecord] = []
+    with VllmServer(base, settings.out / "server.log") as server:
+        report.server("live server", server)
+        server.client.init(sync_dir=str(settings.sync_dir))
+        before = state_of(server.client, settings, task)
+        report.table_head()
+        for step in range(1, settings.steps + 1):
+            records.append(run_step(step, settings, task, policy, publisher, server.client))
+            report.table_line(records[-1])
+        final_reward = mean_reward(sample(settings.steps + 1, settings, task, server.client))
+        live = state_of(server.client, settings, task)
+        report.after(final_reward, publisher.version, server.client.weight_version())
+
+    trainer = dict(served_tensors(model, base))
+    materialize_newest(settings, base, publisher.version)
+    with VllmServer(settings.final, settings.out / "server-fresh.log") as server:
+        report.server("fresh server", server)
+        fresh = state_of(server.client, settings, task)
+
+    verdict = judge(trainer, before, live, fresh)
+    verdict.weight_problems += compare_checkpoint(trainer, settings.final)
+    report.write_files(settings, base, records, final_reward, verdict)
+    report.conclusion(settings, task, before, live, verdict, seconds=time.monotonic() - started)
+    return verdict
+
+
+def state_of(client: ServerClient, settings: Settings, task: Task) -> ServerState:
+    """Ask a server for its weights' checksums and its greedy answers."""
+    return ServerState(client.checksums(), greedy_tokens(client, task.prompts, max_tokens=settings.max_tokens))
+
+
+def materialize_newest(settings: Settings, base: Path, version: int) -> None:
+    """Build the newest version from the base and the deltas."""
+    folder = RunFolder(open_store(str(settings.sync_dir)))
+    materialize(folder, Checkpoint(base), version, settings.final)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -77,9 +77,7 @@ def compare_checkpoint(trainer: Mapping[str, torch.Tensor], folder: Path) -> lis
     return problems + [f"{name}: missing in {folder.name}" for name in trainer if name not in seen]
 
 
-def judge(
-    trainer: Mapping[str, torch.Tensor], base: ServerState, live: ServerState, fresh: ServerState
-) -> Verdict:
+def judge(trainer: Mapping[str, torch.Tensor], base: ServerState, live: ServerState, fresh: ServerState) -> Verdict:
     """Compare the live server with the trainer and with a fresh server; `base` is the server before training."""
     verdict = Verdict(parameters=len(live.checksums))
     problems = verdict.weight_problems

@@ -37,6 +37,7 @@ def prepare_base(settings: Settings) -> Path:
     name = f"tiny-seed{settings.seed}" if settings.tiny else "smollm2-135m-instruct-bf16"
     folder = settings.cache / name
     if not (folder / "config.json").is_file():
+        _quiet()
         unfinished = settings.cache / f".{name}.{os.getpid()}"
         try:
             _make_tiny(unfinished, settings.seed) if settings.tiny else _convert_smollm2(unfinished)
@@ -68,7 +69,6 @@ def _convert_smollm2(folder: Path) -> None:
             "or set DEMO_MODEL=/path/to/a/checkpoint, or DEMO_TINY=1 for a random model"
         )
     source = {"pretrained_model_name_or_path": files[0].parent, "gguf_file": files[0].name}
-    _quiet()
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     # The weights are plain bf16 by now; save_pretrained must not ask the GGUF quantizer to write them.
     model.hf_quantizer = None

@@ -16,9 +16,7 @@ from examples.grpo_arithmetic.tasks import Task
 from vllm_delta_snapshot.drive import ServerClient
 
 
-def sample_rollouts(
-    client: ServerClient, task: Task, *, samples: int, max_tokens: int, seed: int
-) -> list[Rollout]:
+def sample_rollouts(client: ServerClient, task: Task, *, samples: int, max_tokens: int, seed: int) -> list[Rollout]:
     """Sample a group of completions for every question, all questions at once, ordered by question."""
     body = {"n": samples, "max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0}
 

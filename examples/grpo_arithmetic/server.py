@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -61,8 +62,9 @@ class VllmServer:
             )
             self.client.wait_ready(timeout_s=READY_TIMEOUT_S, is_alive=self.is_alive)
         except ServerError as error:
+            words = self.last_words()
             self.stop()
-            raise DemoError(f"the vLLM server did not start: {error}\n{self.last_words()}") from error
+            raise DemoError(f"the vLLM server did not start: {error}\n{words}\nserver log: {self.log}") from error
         except BaseException:
             self.stop()
             raise
@@ -72,11 +74,10 @@ class VllmServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        died = not self.is_alive()
+        what = f"the vLLM server died: {error}\n{self.last_words()}" if not self.is_alive() else str(error)
         self.stop()
         if isinstance(error, ServerError):
-            how = "died" if died else "refused"
-            raise DemoError(f"the vLLM server {how}: {error}\n{self.last_words()}") from error
+            raise DemoError(f"{what}\nserver log: {self.log}") from error
 
     def is_alive(self) -> bool:
         """Return whether the process runs."""
@@ -88,9 +89,8 @@ class VllmServer:
         if process is not None:
             _signal_group(process.pid, signal.SIGTERM)
             try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                pass
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_TIMEOUT_S)
             finally:
                 _signal_group(process.pid, signal.SIGKILL)
                 process.wait()
@@ -98,9 +98,9 @@ class VllmServer:
             self._output.close()
 
     def last_words(self, lines: int = 15) -> str:
-        """Return the end of the log, and where the rest is."""
+        """Return the end of the log."""
         text = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return "\n".join([*(f"  | {line}" for line in text[-lines:]), f"server log: {self.log}"])
+        return "\n".join(f"  | {line}" for line in text[-lines:])
 
     def _command(self) -> list[str]:
         options = {
@@ -126,7 +126,5 @@ def _free_port() -> int:
 
 
 def _signal_group(group: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
-    except ProcessLookupError:
-        pass

@@ -100,9 +100,7 @@ def make_task(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Task:
     """Return the task that fits the model."""
     if settings.tiny:
         return TokenParity(questions=settings.questions, vocabulary=len(tokenizer), seed=settings.seed)
-    return Arithmetic(
-        tokenizer, questions=settings.questions, max_tokens=settings.max_tokens, seed=settings.seed
-    )
+    return Arithmetic(tokenizer, questions=settings.questions, max_tokens=settings.max_tokens, seed=settings.seed)
 
 
 def draw_questions(count: int, seed: int) -> list[Question]:

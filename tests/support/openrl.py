@@ -84,15 +84,13 @@ def _check_fields(metadata: dict[str, Any]) -> None:
     assert metadata["density_pct"] == round(density, 3)
 
 
-def _checked_layer(
-    indices: torch.Tensor, values: torch.Tensor, shape: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _checked_layer(indices: torch.Tensor, values: torch.Tensor, shape: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     numel = torch.Size(shape).numel()
     assert indices.dtype == (torch.int32 if numel <= 2**31 else torch.int64)
     assert indices.dim() == values.dim() == 1
     assert indices.numel() == values.numel() > 0
     assert values.dtype.is_floating_point
     assert bool((indices[1:] > indices[:-1]).all())
-    assert 0 <= int(indices[0])
+    assert int(indices[0]) >= 0
     assert int(indices[-1]) < numel
     return indices, values

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 
 from tests.support.checkpoints import TINY_SPECS, tiny_tensors, write_checkpoint
 from tests.support.tensors import bits_of, random_bits, rng_of
@@ -132,3 +135,24 @@ def assert_same_state(found: State, expected: State) -> None:
     assert found.keys() == expected.keys()
     wrong = [name for name in expected if found[name].tolist() != expected[name].tolist()]
     assert wrong == []
+
+
+def copy_of(run: TinyRun, folder: Path) -> TinyRun:
+    """Return the same run with a sync_dir of its own, to be damaged."""
+    shutil.copytree(run.sync_dir, folder)
+    return replace(run, sync_dir=folder)
+
+
+def edit_record(run: TinyRun, version: int, /, **changes: object) -> None:
+    """Change fields of a version's record in place, as no honest writer would."""
+    path = run.sync_dir / "versions" / f"{version:08d}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_metadata(run: TinyRun, version: int, /, **changes: object) -> None:
+    """Change fields of a version's metadata, and pin the new bytes in its record."""
+    record = json.loads((run.sync_dir / "versions" / f"{version:08d}.json").read_text())
+    path = run.sync_dir / record["folder"] / "metadata.json"
+    data = json.dumps(json.loads(path.read_text()) | changes).encode()
+    path.write_bytes(data)
+    edit_record(run, version, metadata_bytes=len(data), metadata_xxh3_128=xxhash.xxh3_128_hexdigest(data))

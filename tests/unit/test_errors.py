@@ -9,11 +9,7 @@ from vllm_delta_snapshot.errors import CorruptFile, DeltaSnapshotError, Recovery
 from vllm_delta_snapshot.types import TensorSpec
 
 KINDS = sorted(
-    (
-        kind
-        for kind in vars(errors).values()
-        if isinstance(kind, type) and issubclass(kind, DeltaSnapshotError)
-    ),
+    (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, DeltaSnapshotError)),
     key=lambda kind: kind.__name__,
 )
 FIELDS = {"file": "a/b.json", "tensor": "model.w", "expected": 3, "found": "four", "hint": "Do this next."}

@@ -11,7 +11,9 @@ SPEC = TensorSpec("model.w", (10, 10), "BF16")
 FAR = TensorSpec("model.far", (3_000_000_000,), "BF16")
 
 
-def decode(positions: list[int], *, spec: TensorSpec = SPEC, code: str = "I32", values: int | None = None) -> TensorPatch:
+def decode(
+    positions: list[int], *, spec: TensorSpec = SPEC, code: str = "I32", values: int | None = None
+) -> TensorPatch:
     count = len(positions) if values is None else values
     dtype = {"I32": "<i4", "I64": "<i8"}.get(code, "<i4")
     indices = np.array(positions, dtype=dtype).view(f"<u{np.dtype(dtype).itemsize}")

@@ -267,7 +267,9 @@ HEADER_BYTES = len(packed(GOOD)) - len(DATA)
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255)), min_size=1, max_size=4))
 @example([(0, 255)])
-def test_flipped_bytes_in_the_header_never_crash(tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]]):
+def test_flipped_bytes_in_the_header_never_crash(
+    tmp_path_factory: pytest.TempPathFactory, flips: list[tuple[int, int]]
+):
     data = bytearray(packed(GOOD))
     for place, flip in flips:
         data[place] ^= flip

@@ -191,7 +191,8 @@ def test_version_of_another_kind_is_refused(value: object):
 
 @pytest.mark.parametrize("model", [RunInfo, VersionRecord, DeltaMetadata])
 @pytest.mark.parametrize(
-    "value", [*BAD_TEXT, "x", RUN["run_id"].upper(), RUN["run_id"] + "\n", RUN["run_id"][:-1], "{" + RUN["run_id"] + "}"]
+    "value",
+    [*BAD_TEXT, "x", RUN["run_id"].upper(), RUN["run_id"] + "\n", RUN["run_id"][:-1], "{" + RUN["run_id"] + "}"],
 )
 def test_bad_run_id_is_corrupt(model: type[WireModel], value: object):
     fields = {RunInfo: RUN, VersionRecord: VERSION, DeltaMetadata: METADATA}[model]

@@ -1,0 +1,231 @@
+"""Diff: which elements changed, in bits, in the serving dtype."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.tensors import (
+    TORCH_CODES,
+    apply_by_hand,
+    bits_for,
+    bits_of,
+    patches_for,
+    random_bits,
+    special_bits,
+    specs,
+    to_torch,
+)
+from trainer_hooks.diff import CHUNK_ELEMENTS, check_castable, diff_tensor, tensor_bits
+from vllm_delta_snapshot.dtypes import Bits, dtype_of
+from vllm_delta_snapshot.errors import SourceError
+from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+
+CASTABLE = ("F16", "BF16", "F32", "F64")
+
+
+def diff(spec: TensorSpec, before: Bits, after: Bits) -> TensorPatch | None:
+    return diff_tensor(spec, before, to_torch(after, spec))
+
+
+def changes(patch: TensorPatch | None) -> dict[int, int]:
+    return {} if patch is None else dict(zip(patch.positions.tolist(), patch.values.tolist(), strict=True))
+
+
+def differing(before: Bits, after: Bits) -> dict[int, int]:
+    return {i: a for i, (b, a) in enumerate(zip(before.tolist(), after.tolist(), strict=True)) if a != b}
+
+
+@given(st.data())
+def test_diff_of_any_patched_tensor_finds_exactly_what_differs(data: st.DataObject):
+    spec = data.draw(specs)
+    before = data.draw(bits_for(spec, spec.numel))
+    after = apply_by_hand(before, data.draw(patches_for(spec)))
+    assert changes(diff(spec, before, after)) == differing(before, after)
+
+
+@pytest.mark.parametrize("code", TORCH_CODES)
+def test_diff_of_random_bits_finds_exactly_what_differs(code: str):
+    spec = TensorSpec("w", (20, 50), code)
+    before, after = random_bits(code, 1000, "before"), random_bits(code, 1000, "after")
+    after[::3] = before[::3]
+    assert changes(diff(spec, before, after)) == differing(before, after)
+
+
+@pytest.mark.parametrize("code", TORCH_CODES)
+def test_diff_of_the_same_special_patterns_is_none(code: str):
+    bits = special_bits(code)
+    assert diff(TensorSpec("w", bits.shape, code), bits, bits) is None
+
+
+@pytest.mark.parametrize("code", TORCH_CODES)
+def test_diff_to_special_patterns_keeps_every_bit(code: str):
+    bits = special_bits(code)
+    other = bits ^ np.array(1, dtype=bits.dtype)
+    patch = diff(TensorSpec("w", bits.shape, code), other, bits)
+    assert changes(patch) == dict(enumerate(bits.tolist()))
+
+
+def one_bf16(before: int, after: int) -> TensorPatch | None:
+    spec = TensorSpec("w", (1,), "BF16")
+    return diff(spec, np.array([before], np.uint16), np.array([after], np.uint16))
+
+
+def test_unchanged_nan_is_no_change():
+    assert one_bf16(0x7FC1, 0x7FC1) is None
+
+
+def test_nan_with_another_payload_is_a_change():
+    assert changes(one_bf16(0x7FC1, 0x7FC2)) == {0: 0x7FC2}
+
+
+@pytest.mark.parametrize(("before", "after"), [(0x0000, 0x8000), (0x8000, 0x0000)])
+def test_changed_sign_of_zero_is_a_change(before: int, after: int):
+    assert changes(one_bf16(before, after)) == {0: after}
+
+
+BORDERS = [0, 1, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 2 * CHUNK_ELEMENTS, 2 * CHUNK_ELEMENTS + 1]
+
+
+@pytest.mark.parametrize("numel", BORDERS)
+def test_diff_at_chunk_borders_finds_exactly_what_differs(numel: int):
+    spec = TensorSpec("w", (numel,), "U8")
+    before = np.zeros(numel, np.uint8)
+    expected = {p: 7 for border in (0, CHUNK_ELEMENTS, 2 * CHUNK_ELEMENTS) for p in range(border - 2, border + 2)}
+    expected = {p: value for p, value in expected.items() if 0 <= p < numel}
+    after = before.copy()
+    after[list(expected)] = 7
+    assert changes(diff(spec, before, after)) == expected
+
+
+@pytest.mark.parametrize("place", [0, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, 2 * CHUNK_ELEMENTS])
+def test_diff_with_a_single_change_near_a_border_finds_it(place: int):
+    spec = TensorSpec("w", (2 * CHUNK_ELEMENTS + 1,), "BF16")
+    tensor = torch.zeros(spec.numel, dtype=torch.bfloat16)
+    tensor[place] = 1
+    assert changes(diff_tensor(spec, np.zeros(spec.numel, np.uint16), tensor)) == {place: 0x3F80}
+
+
+def test_diff_of_a_scalar_finds_its_change():
+    spec = TensorSpec("w", (), "F32")
+    assert changes(diff_tensor(spec, np.zeros(1, np.uint32), torch.tensor(1.0))) == {0: 0x3F800000}
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0)], ids=str)
+def test_diff_of_an_empty_tensor_is_none(shape: tuple[int, ...]):
+    assert diff_tensor(TensorSpec("w", shape, "F32"), np.zeros(0, np.uint32), torch.zeros(shape)) is None
+
+
+def grid() -> torch.Tensor:
+    return torch.arange(60, dtype=torch.float32).reshape(3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(grid().permute(2, 0, 1), id="permuted"),
+        pytest.param(grid()[:, ::2], id="strided"),
+        pytest.param(grid()[1:, 1:, 1:], id="sliced"),
+        pytest.param(grid()[0, 0, :1].expand(4, 6), id="expanded"),
+        pytest.param(grid()[0].T, id="transposed"),
+        pytest.param(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last) + 1, id="channels last"),
+        pytest.param(grid().requires_grad_(), id="with gradient"),
+        pytest.param(torch.nn.Parameter(grid()), id="parameter"),
+    ],
+)
+def test_diff_of_any_strides_is_that_of_a_contiguous_copy(view: torch.Tensor):
+    spec = TensorSpec("w", tuple(view.shape), "F32")
+    zeros = np.zeros(spec.numel, np.uint32)
+    expected = differing(zeros, bits_of(view.detach().clone(memory_format=torch.contiguous_format)))
+    assert changes(diff_tensor(spec, zeros, view)) == expected
+
+
+@pytest.mark.parametrize("serving", CASTABLE)
+@pytest.mark.parametrize("training", CASTABLE)
+def test_diff_rounds_to_the_serving_dtype_as_torch_does(training: str, serving: str):
+    bits = special_bits(training)
+    tensor = to_torch(bits, TensorSpec("w", bits.shape, training))
+    expected = bits_of(tensor.to(getattr(torch, dtype_of(serving).torch_name)))
+    patch = diff_tensor(TensorSpec("w", bits.shape, serving), ~expected, tensor)
+    assert changes(patch) == dict(enumerate(expected.tolist()))
+
+
+def test_diff_rounds_ties_to_even_and_next_to_ties_to_nearest():
+    halves = np.array([0x3F80_8000, 0x3F81_8000, 0x3F80_7FFF, 0x3F80_8001, 0x7F7F_FFFF, 0x0000_8000], np.uint32)
+    spec = TensorSpec("w", halves.shape, "BF16")
+    patch = diff_tensor(spec, np.full(6, 0xFFFF, np.uint16), torch.from_numpy(halves.view(np.float32)))
+    assert list(changes(patch).values()) == [0x3F80, 0x3F82, 0x3F80, 0x3F81, 0x7F80, 0x0000]
+
+
+def test_change_below_the_serving_precision_is_no_change():
+    spec = TensorSpec("w", (1,), "BF16")
+    assert diff_tensor(spec, np.array([0x3F80], np.uint16), torch.tensor([1.0001])) is None
+
+
+@pytest.mark.parametrize("shape", [(), (6,), (3, 2), (2, 3, 1), (2, 2), (0,)], ids=str)
+def test_diff_of_another_shape_is_refused_and_named(shape: tuple[int, ...]):
+    with pytest.raises(SourceError, match="another shape") as caught:
+        diff_tensor(TensorSpec("model.w", (2, 3), "F32"), np.zeros(6, np.uint32), torch.zeros(shape))
+    assert caught.value.tensor == "model.w"
+
+
+@pytest.mark.parametrize(
+    ("serving", "training"),
+    [
+        ("F32", torch.int64),
+        ("I64", torch.float32),
+        ("I32", torch.int64),
+        ("U8", torch.bool),
+        ("BOOL", torch.uint8),
+        ("F8_E4M3", torch.float32),
+        ("F8_E4M3", torch.float8_e5m2),
+        ("F8_E8M0", torch.bfloat16),
+        ("F32", torch.complex64),
+        ("C64", torch.float32),
+        ("C64", torch.complex128),
+    ],
+)
+def test_diff_that_would_be_more_than_rounding_is_refused_and_named(serving: str, training: torch.dtype):
+    with pytest.raises(SourceError, match="rounding alone") as caught:
+        check_castable(TensorSpec("model.w", (2,), serving), torch.zeros(2, dtype=training))
+    assert caught.value.tensor == "model.w"
+
+
+@pytest.mark.parametrize("code", TORCH_CODES)
+def test_diff_of_the_same_dtype_is_never_refused(code: str):
+    spec = TensorSpec("w", (3,), code)
+    check_castable(spec, to_torch(random_bits(code, 3), spec))
+
+
+def test_fp8_training_weights_may_be_served_as_bf16():
+    tensor = torch.tensor([1.5, -0.0]).to(torch.float8_e4m3fn)
+    patch = diff_tensor(TensorSpec("w", (2,), "BF16"), np.zeros(2, np.uint16), tensor)
+    assert changes(patch) == {0: 0x3FC0, 1: 0x8000}
+
+
+def test_patch_does_not_share_memory_with_the_weights():
+    spec, tensor = TensorSpec("w", (4,), "F32"), torch.ones(4)
+    patch = diff_tensor(spec, np.zeros(4, np.uint32), tensor)
+    tensor.zero_()
+    assert patch.values.tolist() == [0x3F800000] * 4
+
+
+def test_diff_leaves_weights_and_baseline_alone():
+    spec, tensor, baseline = TensorSpec("w", (4,), "BF16"), torch.ones(4), np.zeros(4, np.uint16)
+    diff_tensor(spec, baseline, tensor)
+    assert (tensor.tolist(), baseline.tolist()) == ([1.0] * 4, [0] * 4)
+
+
+def test_positions_are_int32_and_sorted():
+    spec = TensorSpec("w", (CHUNK_ELEMENTS + 10,), "U8")
+    patch = diff(spec, np.zeros(spec.numel, np.uint8), np.ones(spec.numel, np.uint8))
+    assert patch.positions.dtype == np.int32
+    assert np.all(np.diff(patch.positions) == 1)
+
+
+def test_tensor_bits_of_the_serving_dtype_is_a_view():
+    tensor = torch.zeros(4, dtype=torch.bfloat16)
+    bits = tensor_bits(tensor, TensorSpec("w", (4,), "BF16"))
+    tensor[0] = 1
+    assert bits[0] == 0x3F80

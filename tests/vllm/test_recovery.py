@@ -1,0 +1,57 @@
+"""After a refusal: a repaired version is taken, the same version again changes nothing, and there is no way back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import damage
+from tests.support.engines import Engine, engine
+from tests.support.tiny_models import make_model, train_step
+from trainer_hooks import DeltaPublisher
+from vllm_delta_snapshot.drive import sync_llm
+from vllm_delta_snapshot.errors import CorruptFile, OutOfOrder
+
+
+def test_engine_takes_a_version_once_it_is_repaired_and_the_same_again_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    base, run = tmp_path / "base", tmp_path / "run"
+    model = make_model("qwen3", base)
+    publisher = DeltaPublisher(model, sync_dir=str(run), base=base)
+    for number in (1, 2):
+        train_step(model, number)
+        publisher.publish()
+    payload = damage.payload(run, 1)
+    content = payload.read_bytes()
+    damage.flip_payload(run)
+    with engine(base) as live:
+        live.init(sync_dir=str(run))
+        old = live.checksums()
+        with pytest.raises(CorruptFile):
+            sync_llm(live.llm, 1, stage_timeout_s=20)
+        payload.write_bytes(content)
+        # The stager tries again by itself; until then it repeats what was wrong.
+        _until_taken(live, 1)
+        new = live.checksums()
+        assert new != old
+        assert sync_llm(live.llm, 1).version == 1
+        assert live.checksums() == new
+        sync_llm(live.llm, 2, stage_timeout_s=20)
+        with pytest.raises(OutOfOrder, match="cannot go back"):
+            sync_llm(live.llm, 1)
+        assert live.backend._version == 2
+
+
+def _until_taken(live: Engine, version: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            sync_llm(live.llm, version, stage_timeout_s=5)
+        except CorruptFile:
+            time.sleep(0.05)  # polling: leave the low-priority stager a core
+            continue
+        return
+    pytest.fail("the repaired version was never taken")

@@ -1,0 +1,135 @@
+"""All or nothing: a failed update is undone bit for bit, and one that cannot be undone is never served."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engines import Engine, engine
+from tests.support.tensors import bits_of
+from tests.support.tiny_models import make_model, train_step
+from trainer_hooks import DeltaPublisher
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.drive import sync_llm
+from vllm_delta_snapshot.engine import transaction
+from vllm_delta_snapshot.engine.live import MappedPatch
+from vllm_delta_snapshot.errors import ApplyError, VerifyError, WeightsUncertain
+from vllm_delta_snapshot.materialize import materialize
+from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.store import open_store
+
+
+def _half_then_fail(model: torch.nn.Module, mapped: Sequence[MappedPatch]) -> None:
+    del model
+    for item in mapped[: len(mapped) // 2]:
+        item.write_new()
+    raise RuntimeError("the loader broke")
+
+
+def _half_in_silence(model: torch.nn.Module, mapped: Sequence[MappedPatch]) -> None:
+    del model
+    for item in mapped[: len(mapped) // 2]:
+        item.write_new()
+
+
+def _cannot_write(self: MappedPatch, values: Sequence[torch.Tensor]) -> None:
+    raise RuntimeError("the device is gone")
+
+
+def test_engine_survives_failed_updates_and_takes_special_values_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, sync_dir = tmp_path / "base", tmp_path / "run"
+    model = make_model("qwen3", base)
+    publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base)
+    train_step(model, 1)
+    publisher.publish()
+    with engine(base) as live:
+        live.init(sync_dir=str(sync_dir))
+        old = (live.checksums(), live.tokens())
+        with monkeypatch.context() as patched:
+            patched.setattr(transaction, "apply", _half_then_fail)
+            with pytest.raises(RuntimeError, match="the loader broke"):
+                sync_llm(live.llm, 1, stage_timeout_s=20)
+            assert (live.checksums(), live.tokens()) == old
+            patched.setattr(transaction, "apply", _half_in_silence)
+            with pytest.raises(VerifyError, match="does not have the published bits"):
+                sync_llm(live.llm, 1)
+            assert (live.checksums(), live.tokens()) == old
+        sync_llm(live.llm, 1)
+        assert live.checksums() != old[0]
+        _take_special_values(live, model, publisher, base, tmp_path)
+        _prepared_update_needs_no_store(live, model, publisher, sync_dir)
+        _refuse_for_ever_when_undo_fails(live, model, publisher, monkeypatch)
+
+
+def _take_special_values(live: Engine, model: Any, publisher: DeltaPublisher, base: Path, tmp_path: Path) -> None:
+    """-0.0, infinities, NaNs with payloads, subnormals: in plain, fused and tied places."""
+    special = torch.tensor([0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x0001, 0x807F], dtype=torch.int32)
+    bits = special.to(torch.int16).view(torch.bfloat16)
+    weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
+        weights[name].reshape(-1)[3:10] = bits
+    weights["lm_head.weight"].reshape(-1)[0] = -0.0
+    special_publisher = DeltaPublisher(weights, sync_dir=str(tmp_path / "run"), base=base)
+    version = special_publisher.publish().version
+    sync_llm(live.llm, version, stage_timeout_s=20)
+    qkv = bits_of(live.model.get_parameter("model.layers.0.self_attn.qkv_proj.weight").reshape(-1))
+    query = 4 * 32 * 128
+    assert qkv[query + 3 : query + 10].tolist() == [0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x0001, 0x807F]
+    final = tmp_path / "final"
+    materialize(RunFolder(open_store(str(tmp_path / "run"))), Checkpoint(base), version, final)
+    live_down = bits_of(live.model.get_parameter("model.layers.1.mlp.down_proj.weight").reshape(-1))
+    assert live_down.tolist() == Checkpoint(final).bits("model.layers.1.mlp.down_proj.weight").tolist()
+    # Back to numbers: the overwritten NaNs are compared by their bits, so they are no drift.
+    assert special_publisher.version == version
+    publisher.__init__(model, sync_dir=str(tmp_path / "run"), base=base)  # type: ignore[misc]
+    sync_llm(live.llm, publisher.publish().version, stage_timeout_s=20)
+
+
+def _prepared_update_needs_no_store(live: Engine, model: Any, publisher: DeltaPublisher, sync_dir: Path) -> None:
+    """What was staged and prepared is applied with the store out of reach."""
+    train_step(model, 7)
+    version = publisher.publish().version
+    backend = live.backend
+    backend._handoff.wait(backend._version, version, timeout_s=20)
+    live.llm.start_weight_update()
+    live.llm.update_weights({"update_info": {"version": version, "action": "prepare"}})
+    old = live.checksums()
+    hidden = sync_dir.with_name("hidden")
+    shutil.move(sync_dir, hidden)
+    try:
+        live.llm.update_weights({"update_info": {"version": version}})
+        live.llm.finish_weight_update(str(version))
+    finally:
+        shutil.move(hidden, sync_dir)
+    assert live.checksums() != old
+    assert live.llm.get_weight_version() == str(version)
+
+
+def _refuse_for_ever_when_undo_fails(
+    live: Engine, model: Any, publisher: DeltaPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_step(model, 8)
+    version = publisher.publish().version
+    label = live.llm.get_weight_version()
+    with monkeypatch.context() as patched:
+        patched.setattr(transaction, "apply", _half_then_fail)
+        patched.setattr(MappedPatch, "write", _cannot_write)
+        patched.setattr(MappedPatch, "write_new", lambda self: [p.write(p.new) for p in self.places])
+        with pytest.raises(WeightsUncertain, match="restart it"):
+            sync_llm(live.llm, version, stage_timeout_s=20)
+    for call in (
+        live.llm.start_weight_update,
+        lambda: live.init(sync_dir="/nowhere"),
+        live.backend.finish_weight_update,
+    ):
+        with pytest.raises(WeightsUncertain):
+            call()
+    assert live.llm.get_weight_version() == label
+    assert issubclass(WeightsUncertain, ApplyError)
