@@ -1,5 +1,12 @@
 """What every test shares: one hypothesis profile, the same examples on every machine."""
 
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -11,3 +18,14 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("fixed")
+
+
+@pytest.fixture
+def ram_path(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder in memory where there is one: for tests that sync thousands of files to disk."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK) or shutil.disk_usage(shared).free < 64 << 20:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="delta-snapshot-tests-", dir=shared) as folder:
+        yield Path(folder)

@@ -28,14 +28,16 @@
     |- VerifyError                   the weights are not what they should be
     `- CompatibilityError            a missing extra, or an unfit version of vLLM
 
-A message says what failed, on which file and tensor, what was expected and found, and what to do next.
-The same facts are attributes. Nothing here is matched by message text.
+A message says what failed, on which file and tensor, what was expected and found, and what to do next. The same facts
+are attributes. It ends with the name of its class in brackets, because that is all that survives vLLM's way from a
+worker to an HTTP answer; `error_kind` reads it back. Nothing else of a message is ever matched.
 """
 
 from __future__ import annotations
 
+import re
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 __all__ = [
     "ApplyError",
@@ -63,8 +65,11 @@ __all__ = [
     "VerifyError",
     "VersionConflict",
     "WeightsUncertain",
+    "error_kind",
     "error_of_fields",
 ]
+
+_KIND: Final = re.compile(r"\[([A-Z]\w+)\]")
 
 
 class Recovery(Enum):
@@ -113,7 +118,8 @@ class DeltaSnapshotError(Exception):
         fields = {"file": self.file, "tensor": self.tensor, "expected": self.expected, "found": self.found}
         facts = ", ".join(f"{name} {value}" for name, value in fields.items() if value is not None)
         message = f"{self.what}: {facts}" if facts else self.what
-        return f"{message}. {self.hint}" if self.hint else message
+        message = f"{message}. {self.hint}" if self.hint else message
+        return f"{message} [{type(self).__name__}]"
 
     def to_fields(self) -> dict[str, str | None]:
         """Return kind and fields as strings: for JSON, and for `error_of_fields`."""
@@ -130,12 +136,23 @@ def _rebuild(kind: type[DeltaSnapshotError], what: str, fields: dict[str, Any]) 
     return kind(what, **fields)
 
 
+def error_kind(text: str) -> type[DeltaSnapshotError] | None:
+    """Return the class of the error whose message is in `text`, the innermost if there are several."""
+    for name in reversed(_KIND.findall(text)):
+        kind = _kind_of(name)
+        if kind is not None:
+            return kind
+    return None
+
+
+def _kind_of(name: str) -> type[DeltaSnapshotError] | None:
+    kind = globals().get(name) if name in __all__ else None
+    return kind if isinstance(kind, type) and issubclass(kind, DeltaSnapshotError) else None
+
+
 def error_of_fields(fields: dict[str, str | None]) -> DeltaSnapshotError:
     """Rebuild an error from `DeltaSnapshotError.to_fields`; an unknown kind becomes the root of the tree."""
-    kinds = {name: kind for name, kind in globals().items() if name in __all__ and isinstance(kind, type)}
-    kind = kinds.get(fields.get("kind") or "")
-    if kind is None or not issubclass(kind, DeltaSnapshotError):
-        kind = DeltaSnapshotError
+    kind = _kind_of(fields.get("kind") or "") or DeltaSnapshotError
     rest = {name: fields.get(name) for name in ("file", "tensor", "expected", "found", "hint")}
     return kind(fields.get("what") or "unknown error", **rest)
 

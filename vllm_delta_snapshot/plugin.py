@@ -31,8 +31,10 @@ def register() -> None:
         except ValueError:
             _say_who_owns_the_name(Factory)
         from vllm_delta_snapshot.engine.cpu import keep_plain_weights
+        from vllm_delta_snapshot.engine.quiet import quiet_not_staged
 
         keep_plain_weights()
+        quiet_not_staged()
     except Exception:
         logger.exception("delta_snapshot could not be registered; vLLM goes on without it")
 

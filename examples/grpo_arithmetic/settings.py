@@ -42,7 +42,7 @@ class Settings:
     model: Path | None
     tiny: bool
     learning_rate: float
-    questions: int = 8
+    questions: int = 4
     samples: int = 8
     max_tokens: int = 20
     seed: int = 0
@@ -78,7 +78,8 @@ def read_settings() -> Settings:
             cache=Path(os.environ.get("DEMO_CACHE", out / "cache")).resolve(),
             model=Path(model).resolve() if model else None,
             tiny=tiny,
-            learning_rate=float(os.environ.get("DEMO_LR", "3e-3" if tiny else "1e-5")),
+            samples=16 if tiny else 8,
+            learning_rate=float(os.environ.get("DEMO_LR", "3e-4" if tiny else "1e-5")),
             seed=int(os.environ.get("DEMO_SEED", "0")),
         )
     except ValueError as error:

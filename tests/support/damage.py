@@ -67,3 +67,10 @@ def out_of_order(run: Path) -> None:
 def missing_version(run: Path) -> None:
     """Remove the commit."""
     (run / "versions" / "00000001.json").unlink()
+
+
+def flip_first_byte(path: Path) -> None:
+    """Flip one bit of a file's first byte."""
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)

@@ -26,7 +26,8 @@ class FaultyStore:
         at: the operation that fails; ``None`` only counts.
         when: TORN leaves half of what a `put` was given, and is BEFORE for every other verb.
         down: whether every operation after it fails too.
-        fail: what failing is; raises `StoreUnavailable` unless told otherwise.
+        fail: what happens at that moment; raises `StoreUnavailable` unless told otherwise. If it returns, the operation
+            goes on: another trainer acted in between.
     """
 
     def __init__(
@@ -88,14 +89,18 @@ class FaultyStore:
         self.log.append(verb)
         if self._at is None or number < self._at or (number > self._at and not self._down):
             return action()
-        if number > self._at or self._when is When.BEFORE:
+        if number == self._at and self._when is When.AFTER:
+            result = action()
             self._fail()
-        elif self._when is When.TORN:
-            (torn or (lambda: None))()
-            self._fail()
-        result = action()
+            return result
+        if number == self._at and self._when is When.TORN and torn:
+            torn()
         self._fail()
-        return result
+        return action()
+
+    def heal(self) -> None:
+        """Fail no more."""
+        self._at = None
 
 
 def _unavailable() -> None:

@@ -43,7 +43,7 @@ def reported(*, as_json: bool) -> Iterator[None]:
             code = EXIT_UNREACHABLE
         elif isinstance(error, CompatibilityError | LimitExceeded):
             code = EXIT_USAGE
-        fail(f"{type(error).__name__}: {error}", code)
+        fail(str(error), code)
 
 
 def fail(message: str, code: int) -> None:

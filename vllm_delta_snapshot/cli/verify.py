@@ -48,7 +48,7 @@ def _as_json(found: RunVerification) -> dict[str, object]:
 
 def _print(found: RunVerification) -> None:
     for problem in found.problems:
-        typer.echo(f"version {problem.version}: {type(problem.error).__name__}: {problem.error}")
+        typer.echo(f"version {problem.version}: {problem.error}")
     for name in found.leftovers:
         typer.echo(f"leftover of a publication that was never committed (harmless): {name}", err=True)
     summary = f"{found.versions} versions, newest {found.newest}, {human_bytes(found.payload_bytes)} of payload"

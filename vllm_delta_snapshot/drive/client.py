@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
-from vllm_delta_snapshot.errors import DeltaSnapshotError, Recovery
+from vllm_delta_snapshot.errors import DeltaSnapshotError, Recovery, error_kind
 
 __all__ = ["PauseMode", "ServerClient", "ServerError"]
 
@@ -27,10 +27,12 @@ class ServerError(DeltaSnapshotError):
 
     Attributes:
         status: the HTTP status; ``None`` if there was no answer.
+        kind: the class of the error that the engine reported, if it was one of ours.
     """
 
     recovery: ClassVar[Recovery] = Recovery.RETRY
     status: int | None = None
+    kind: type[DeltaSnapshotError] | None = None
 
 
 class ServerClient:
@@ -180,4 +182,5 @@ def _refusal(where: str, error: urllib.error.HTTPError) -> ServerError:
         hint = "Start the server with VLLM_SERVER_DEV_MODE=1, which enables vLLM's weight update routes."
     refusal = ServerError(f"the server answered {error.code}", file=where, found=str(message)[:2000], hint=hint)
     refusal.status = error.code
+    refusal.kind = error_kind(str(message))
     return refusal

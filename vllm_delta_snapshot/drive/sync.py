@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from vllm_delta_snapshot.drive.client import PauseMode, ServerClient, ServerError
+from vllm_delta_snapshot.errors import Recovery
 
 __all__ = ["RunningRequests", "UpdateReport", "sync_server", "weight_label"]
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 RunningRequests = Literal["recompute", "keep_cache"]
 """What happens to the cached keys and values of requests that are frozen in the pause."""
 
-_FIRST_WAIT_S: Final = 0.05
+_FIRST_WAIT_S: Final = 0.1
 _LONGEST_WAIT_S: Final = 1.0
 
 
@@ -117,8 +118,9 @@ def _wait_prepared(client: ServerClient, version: int, timeout_s: float) -> None
             client.finish_update()
             return
         except ServerError as error:
-            is_late = "NotStaged" in str(error.found)
-            if not is_late or time.monotonic() >= deadline:
+            # What may pass is waited for: not staged yet, a store out of reach. What is damaged is not.
+            may_pass = error.kind is not None and error.kind.recovery is Recovery.RETRY
+            if not may_pass or time.monotonic() >= deadline:
                 raise
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

@@ -178,9 +178,6 @@ def _why_not_plain(module: torch.nn.Module) -> str | None:
     method: Any = getattr(module, "quant_method", None)
     if method is not None and not isinstance(method, _plain_methods()):
         return f"quantization method {type(method).__name__}"
-    weight = getattr(module, "weight", None)
-    if isinstance(weight, torch.nn.Parameter) and weight.numel() == 0 and hasattr(module, "cpu_linear"):
-        return "packed, plain weight removed"
     if not is_plain_linear(module):
         return "computes from a packed copy"
     return None

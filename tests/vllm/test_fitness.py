@@ -1,0 +1,78 @@
+"""Engines that cannot be updated in place say so at init, with names; their weights are never touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines import engine
+from tests.support.tiny_models import make_model
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.engine import cpu
+from vllm_delta_snapshot.engine.fitness import check_live_bits
+from vllm_delta_snapshot.engine.load_plan import record_load_plan
+from vllm_delta_snapshot.errors import BaseMismatch, TensorRefused
+
+
+def test_quantized_layers_are_refused_by_name(tmp_path: Path) -> None:
+    make_model("qwen3", tmp_path / "base")
+    with engine(tmp_path / "base", quantization="fp8_per_channel") as live:
+        before = live.checksums()
+        with pytest.raises(TensorRefused, match=r"model\.layers\.0\.self_attn\.qkv_proj \(quantization method"):
+            live.init()
+        assert live.checksums() == before
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_packed_layers_are_refused_by_name(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(architecture, tmp_path / "base")
+    monkeypatch.setattr(cpu, "_is_ours", lambda: False)
+    with (
+        engine(tmp_path / "base") as live,
+        pytest.raises(TensorRefused, match=r"model\.layers\.0\.self_attn\.qkv_proj \(computes from a packed copy\)"),
+    ):
+        live.init()
+
+
+def test_shuffled_experts_are_found_by_their_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU backend packs experts in place: same shape, other order. Only the comparison of bits can tell."""
+    make_model("qwen3_moe", tmp_path / "base")
+    monkeypatch.setattr(cpu, "_is_ours", lambda: False)
+    checkpoint = Checkpoint(tmp_path / "base")
+    with engine(tmp_path / "base") as live:
+        before = live.checksums()
+        plan = record_load_plan(live.model, checkpoint.specs)
+        with pytest.raises(BaseMismatch, match=r"tensor model\.layers\.0\.mlp\.experts\.0\.\w+_proj\.weight"):
+            check_live_bits(plan, checkpoint)
+        assert live.checksums() == before
+
+
+def test_weights_of_something_else_are_refused(tmp_path: Path) -> None:
+    make_model("llama_tied", tmp_path / "base")
+    make_model("llama_tied", tmp_path / "other", seed=1)
+    with engine(tmp_path / "base") as live:
+        live.init()
+        with pytest.raises(BaseMismatch, match="live weights are not those of the checkpoint"):
+            live.init(checkpoint=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "qwen3_moe"])
+def test_every_element_of_the_checkpoint_has_its_place(architecture: str, tmp_path: Path) -> None:
+    """Not a sample: the live weights, gathered through the plan, have the digest of the whole checkpoint."""
+    import numpy as np
+
+    from vllm_delta_snapshot.engine.live import map_patch
+    from vllm_delta_snapshot.format.digest import tensor_digest
+    from vllm_delta_snapshot.types import TensorPatch
+
+    make_model(architecture, tmp_path / "base")
+    checkpoint = Checkpoint(tmp_path / "base")
+    with engine(tmp_path / "base") as live:
+        before = live.checksums()
+        plan = record_load_plan(live.model, checkpoint.specs)
+        assert live.checksums() == before
+        for spec, bits in checkpoint.items():
+            everything = TensorPatch(spec, np.arange(spec.numel, dtype=np.int32), np.array(bits))
+            mapped = map_patch(plan, everything)
+            assert mapped.digest_of(mapped.gather()) == tensor_digest(spec, bits), spec.name

@@ -1,0 +1,158 @@
+"""The main job over HTTP: a real server takes versions while it streams, in every mode of pausing."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import damage
+from tests.support.engines import PROMPTS, engine
+from tests.support.server import greedy, server, stream
+from tests.support.tiny_models import make_model, train_step
+from trainer_hooks import DeltaPublisher
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.drive import ServerClient, ServerError, sync_server
+from vllm_delta_snapshot.errors import CorruptFile
+from vllm_delta_snapshot.materialize import materialize
+from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.store import open_store
+
+LONG = 400
+
+
+class Setup:
+    """A trainer, its run, and a server that follows it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.base, self.sync_dir = folder / "base", folder / "run"
+        self.model = make_model("qwen3", self.base)
+        self.publisher = DeltaPublisher(self.model, sync_dir=str(self.sync_dir), base=self.base)
+        self.client: ServerClient
+
+    def publish(self) -> int:
+        """Train a step and publish it."""
+        train_step(self.model, self.publisher.version + 1)
+        return self.publisher.publish().version
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    folder = tmp_path_factory.mktemp("server")
+    made = Setup(folder)
+    with server(made.base, folder / "server.log", DELTA_SNAPSHOT_STAGE_DIR=str(folder / "stage")) as client:
+        made.client = client
+        client.init(sync_dir=str(made.sync_dir))
+        yield made
+
+
+def test_server_takes_a_version_and_its_label(setup: Setup) -> None:
+    before = (setup.client.checksums(), greedy(setup.client, list(PROMPTS[0]), 16))
+    version = setup.publish()
+    report = sync_server(setup.client, version, run_id=setup.publisher.run_id)
+    assert report.version == version
+    assert report.is_cache_reset
+    assert setup.client.weight_version() == f"{setup.publisher.run_id}@{version}"
+    assert not setup.client.is_paused()
+    after = (setup.client.checksums(), greedy(setup.client, list(PROMPTS[0]), 16))
+    assert after[0] != before[0]
+    assert after[1] != before[1]
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_running_requests_get_all_their_tokens_across_an_update(setup: Setup, mode) -> None:
+    version = setup.publish()
+    events = stream(setup.client, list(PROMPTS[1]), LONG)
+    tokens, _ = next(events)
+    sync_server(setup.client, version, pause_mode=mode)
+    reasons = []
+    for more, reason in events:
+        tokens = tokens + more
+        reasons.append(reason)
+    assert len(tokens) == LONG
+    assert reasons[-1] == "length"
+    assert setup.client.weight_version() == str(version)
+
+
+def test_pause_by_abort_ends_running_requests(setup: Setup) -> None:
+    version = setup.publish()
+    events = stream(setup.client, list(PROMPTS[1]), LONG)
+    next(events)
+    sync_server(setup.client, version, pause_mode="abort")
+    assert [reason for _, reason in events][-1] == "abort"
+    assert len(greedy(setup.client, list(PROMPTS[0]), 4)) == 4
+
+
+def test_no_cached_prefix_of_old_weights_is_used(setup: Setup) -> None:
+    prompt = [int(token) for token in range(3, 300)]
+    greedy(setup.client, prompt, 8)  # fills the prefix cache with old keys and values
+    version = setup.publish()
+    events = stream(setup.client, prompt, LONG // 4)  # holds the cache while the version changes
+    next(events)
+    assert sync_server(setup.client, version).is_cache_reset
+    cached = greedy(setup.client, prompt, 8)
+    for _ in events:
+        pass
+    assert setup.client.reset_caches(running_requests=True)
+    assert greedy(setup.client, prompt, 8) == cached
+
+
+def test_repeated_version_changes_nothing(setup: Setup) -> None:
+    before = setup.client.checksums()
+    sync_server(setup.client, setup.publisher.version)
+    assert setup.client.checksums() == before
+
+
+def test_damaged_version_is_refused_and_the_server_goes_on(setup: Setup) -> None:
+    label = setup.client.weight_version()
+    before = setup.client.checksums()
+    with pytest.raises(ServerError, match="cannot go back to an earlier version"):
+        sync_server(setup.client, 1)
+    version = setup.publish()
+    (folder,) = (setup.sync_dir / "deltas").glob(f"{version:08d}-*")
+    good = shutil.copytree(folder, setup.sync_dir.with_name("good"))
+    damage.flip_first_byte(folder / "delta.safetensors")
+    # The stager may have been faster than the damage; then the version it took is exact.
+    with contextlib.suppress(ServerError):
+        sync_server(setup.client, version)
+        label, before = str(version), setup.client.checksums()
+    assert (setup.client.weight_version(), setup.client.checksums()) == (label, before)
+    assert not setup.client.is_paused()
+    assert len(greedy(setup.client, list(PROMPTS[0]), 4)) == 4
+    shutil.copy(good / "delta.safetensors", folder / "delta.safetensors")
+    _until_taken(setup.client, version)
+
+
+def _until_taken(client: ServerClient, version: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            sync_server(client, version)
+        except ServerError as error:
+            if error.kind is not CorruptFile or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)  # polling: the stager looks again every two seconds
+        else:
+            return
+
+
+def test_version_that_never_comes_times_out_without_a_pause(setup: Setup) -> None:
+    with pytest.raises(ServerError, match="NotStaged"):
+        sync_server(setup.client, setup.publisher.version + 5, stage_timeout_s=0.5)
+    assert not setup.client.is_paused()
+
+
+def test_server_ends_with_the_weights_of_a_fresh_engine(setup: Setup, tmp_path: Path) -> None:
+    version = setup.publish()
+    sync_server(setup.client, version, stage_timeout_s=60)
+    checksums = setup.client.checksums()
+    tokens = [greedy(setup.client, list(prompt), 24) for prompt in PROMPTS]
+    final = tmp_path / "final"
+    materialize(RunFolder(open_store(str(setup.sync_dir))), Checkpoint(setup.base), version, final)
+    with engine(final) as fresh:
+        assert fresh.checksums() == checksums
+        assert fresh.tokens() == tokens
