@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.tensors import patches_for, random_bits, random_patch, same_patch, special_bits, specs
+from tests.support.strategies import patches_for, specs
+from tests.support.tensors import random_bits, random_patch, same_patch, special_bits
 from vllm_delta_snapshot.dtypes import ALL_CODES, dtype_of
 from vllm_delta_snapshot.errors import FormatError, UnsupportedFormat
 from vllm_delta_snapshot.format.encodings import ENCODINGS, Encoding, encoding_of

@@ -1,7 +1,7 @@
-"""Trainers that are killed: ``python -m tests.support.crash KIND BASE WORK``.
+"""Trainers that are killed: ``python -m tests.support.crash BASE WORK``.
 
-Imports torch once, then forks one trainer for every moment of death. KIND ``calls`` kills before every single call
-that changes the file system, ``times`` at random moments. Prints the sync_dirs of the dead as JSON.
+Imports torch once, then forks one trainer for every moment of death: before every single call that changes the file
+system, and at random moments. Prints the sync_dirs of the dead as JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def forked(action: Callable[[], object]) -> int:
         try:
             action()
             os._exit(0)
-        except BaseException:
+        except BaseException:  # noqa: BLE001
             os._exit(1)
     return os.waitpid(child, 0)[1]
 
@@ -91,19 +91,19 @@ def killed_at_calls(base: Path, work: Path) -> list[str]:
 
 
 def killed_at_times(base: Path, work: Path) -> list[str]:
-    """Kill trainers at random moments of a run of five versions; some may live to its end."""
+    """Kill trainers at random moments of a run of three versions; some may live to its end."""
     started = time.monotonic()
-    assert forked(lambda: train(base, work / "whole", 5)) == 0
+    assert forked(lambda: train(base, work / "long", 3)) == 0
     length = time.monotonic() - started
     moments = random.Random(0)
     dead = []
-    for number in range(10):
+    for number in range(6):
         sync_dir = work / f"time-{number}"
         seconds = moments.uniform(0.05, 1.0) * length
 
         def short(seconds: float = seconds, sync_dir: Path = sync_dir) -> None:
             signal.setitimer(signal.ITIMER_REAL, seconds)  # nobody handles SIGALRM: it ends the process on the spot
-            train(base, sync_dir, 5)
+            train(base, sync_dir, 3)
 
         assert os.WTERMSIG(forked(short)) in (signal.SIGALRM, 0)
         dead.append(str(sync_dir))
@@ -112,5 +112,5 @@ def killed_at_times(base: Path, work: Path) -> list[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    kinds = {"calls": killed_at_calls, "times": killed_at_times}
-    print(json.dumps(kinds[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))))
+    base, work = Path(sys.argv[1]), Path(sys.argv[2])
+    sys.stdout.write(json.dumps({"calls": killed_at_calls(base, work), "times": killed_at_times(base, work)}))

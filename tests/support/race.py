@@ -12,7 +12,8 @@ from vllm_delta_snapshot.store import open_store
 def main(uri: str, name: str, count: int) -> None:
     """Run the race as `name`."""
     store = open_store(uri)
-    print("ready", flush=True)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     sys.stdin.readline()
     won = []
     for number in range(count):
@@ -21,7 +22,7 @@ def main(uri: str, name: str, count: int) -> None:
         except ObjectExists:
             continue
         won.append(str(number))
-    print(" ".join(won), flush=True)
+    sys.stdout.write(" ".join(won) + "\n")
 
 
 if __name__ == "__main__":

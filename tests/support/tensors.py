@@ -6,7 +6,6 @@ import zlib
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 
 from vllm_delta_snapshot.dtypes import ALL_CODES, Bits, dtype_of
 from vllm_delta_snapshot.types import TensorPatch, TensorSpec, position_dtype
@@ -96,30 +95,3 @@ def assert_same_patches(found: list[TensorPatch], expected: list[TensorPatch]) -
     """Compare two lists of patches."""
     assert [p.spec for p in found] == [p.spec for p in expected]
     assert all(same_patch(f, e) for f, e in zip(found, expected, strict=True))
-
-
-codes = st.sampled_from(ALL_CODES)
-shapes = st.one_of(
-    st.just(()),
-    st.sampled_from([(0,), (0, 3), (2, 0)]),
-    st.tuples(st.integers(1, 40)),
-    st.tuples(st.integers(1, 6), st.integers(1, 6)),
-    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
-)
-specs = st.builds(TensorSpec, st.sampled_from(["w", "model.layers.0.w", "é"]), shapes, codes)
-
-
-@st.composite
-def bits_for(draw: st.DrawFn, spec: TensorSpec, count: int) -> Bits:
-    """Draw `count` bit patterns for a tensor: special ones and any others."""
-    top = 1 if spec.dtype == "BOOL" else (1 << (8 * spec.element.itemsize)) - 1
-    pattern = st.one_of(st.sampled_from(special_bits(spec.dtype).tolist()), st.integers(0, top))
-    return np.array(draw(st.lists(pattern, min_size=count, max_size=count)), dtype=spec.element.bits)
-
-
-@st.composite
-def patches_for(draw: st.DrawFn, spec: TensorSpec) -> TensorPatch:
-    """Draw a patch of a (small) tensor: none, some or all of its elements."""
-    positions = sorted(draw(st.sets(st.integers(0, spec.numel - 1)))) if spec.numel else []
-    values = draw(bits_for(spec, len(positions)))
-    return TensorPatch(spec, np.array(positions, dtype=position_dtype(spec.numel)), values)

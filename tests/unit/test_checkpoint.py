@@ -86,7 +86,8 @@ def test_shard_that_is_missing_is_not_found_and_named(tmp_path: Path):
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "1", "null", "{}", '{"weight_map": []}', '{"weight_map": null}', '{"weight_map": "x"}',
-     '{"weight_map": {"a": 1}}', '{"weight_map": {"a": null, "b": "x"}}', '{"weight_map": {"a": ["x"]}}', "[" * 100_000],
+     '{"weight_map": {"a": 1}}', '{"weight_map": {"a": null, "b": "x"}}', '{"weight_map": {"a": ["x"]}}',
+     "[" * 100_000],
     ids=lambda text: text[:30],
 )  # fmt: skip
 def test_index_that_is_none_is_corrupt_and_named(tmp_path: Path, text: str):

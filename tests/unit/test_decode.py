@@ -56,7 +56,7 @@ def test_decoded_patches_come_in_the_order_of_layer_names(pristine: TinyRun, tmp
 @pytest.mark.parametrize("place", [-1, -2])
 def test_value_that_was_changed_behind_every_checksum_is_corrupt(run: TinyRun, tmp_path: Path, place: int):
     damage_payload(run, 1, place)
-    with pytest.raises(CorruptFile, match="other values than its writer saw|position") as caught:
+    with pytest.raises(CorruptFile, match=r"other values than its writer saw|position") as caught:
         run.patches(1, tmp_path / "local")
     assert caught.value.tensor
 

@@ -6,17 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.tensors import (
-    TORCH_CODES,
-    apply_by_hand,
-    bits_for,
-    bits_of,
-    patches_for,
-    random_bits,
-    special_bits,
-    specs,
-    to_torch,
-)
+from tests.support.strategies import bits_for, patches_for, specs
+from tests.support.tensors import TORCH_CODES, apply_by_hand, bits_of, random_bits, special_bits, to_torch
 from trainer_hooks.diff import CHUNK_ELEMENTS, check_castable, diff_tensor, tensor_bits
 from vllm_delta_snapshot.dtypes import Bits, dtype_of
 from vllm_delta_snapshot.errors import SourceError

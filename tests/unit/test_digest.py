@@ -9,15 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import reference
-from tests.support.tensors import (
-    apply_by_hand,
-    bits_for,
-    patches_for,
-    random_bits,
-    random_patch,
-    special_bits,
-    specs,
-)
+from tests.support.strategies import bits_for, patches_for, specs
+from tests.support.tensors import apply_by_hand, random_bits, random_patch, special_bits
 from vllm_delta_snapshot.dtypes import ALL_CODES, Bits
 from vllm_delta_snapshot.format.digest import (
     add_digests,

@@ -1,11 +1,19 @@
 """Errors: their tree, their message, and the way across a process border."""
 
+import json
 import pickle
 
 import pytest
 
 from vllm_delta_snapshot import errors
-from vllm_delta_snapshot.errors import CorruptFile, DeltaSnapshotError, Recovery, VersionConflict
+from vllm_delta_snapshot.errors import (
+    CorruptFile,
+    DeltaSnapshotError,
+    Recovery,
+    VersionConflict,
+    error_kind,
+    error_of_fields,
+)
 from vllm_delta_snapshot.types import TensorSpec
 
 KINDS = sorted(
@@ -27,12 +35,13 @@ def test_error_pickled_keeps_kind_fields_and_message(kind: type[DeltaSnapshotErr
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_message_carries_every_field(kind: type[DeltaSnapshotError]):
     message = str(kind("it failed", **FIELDS))
-    assert message == "it failed: file a/b.json, tensor model.w, expected 3, found four. Do this next."
+    facts = "file a/b.json, tensor model.w, expected 3, found four"
+    assert message == f"it failed: {facts}. Do this next. [{kind.__name__}]"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_error_without_fields_is_only_what_failed(kind: type[DeltaSnapshotError]):
-    assert str(kind("it failed")) == "it failed"
+def test_error_without_fields_is_only_what_failed_and_its_kind(kind: type[DeltaSnapshotError]):
+    assert str(kind("it failed")) == f"it failed [{kind.__name__}]"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,7 +57,43 @@ def test_error_is_exported_and_drawn_in_the_tree(kind: type[DeltaSnapshotError])
 
 @pytest.mark.parametrize("value", [0, False, "", ()])
 def test_error_message_keeps_a_fact_that_is_falsy(value: object):
-    assert str(CorruptFile("it failed", found=value)) == f"it failed: found {value}"
+    assert str(CorruptFile("it failed", found=value)) == f"it failed: found {value} [CorruptFile]"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_kind_is_read_back_from_a_message_in_a_longer_text(kind: type[DeltaSnapshotError]):
+    assert error_kind(f'{{"error": "RuntimeError: {kind("it failed", **FIELDS)} See the log."}}') is kind
+
+
+def test_error_kind_of_nested_messages_is_the_innermost():
+    inner = CorruptFile("it failed")
+    assert error_kind(f"{VersionConflict('no', found='[WeightsUncertain]')} because {inner}") is CorruptFile
+
+
+def test_error_kind_is_not_taken_from_a_fact_in_the_message():
+    assert error_kind(str(CorruptFile("it failed", tensor="[WeightsUncertain]"))) is CorruptFile
+
+
+@pytest.mark.parametrize(
+    "text", ["", "it failed", "[Recovery]", "[ValueError]", "[error_kind]", "CorruptFile", "[Any]"]
+)
+def test_error_kind_of_another_text_is_none(text: str):
+    assert error_kind(text) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_as_json_fields_comes_back(kind: type[DeltaSnapshotError]):
+    error = kind("it failed", **FIELDS)
+    copy = error_of_fields(json.loads(json.dumps(error.to_fields())))
+    assert type(copy) is kind
+    assert str(copy) == str(error)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"kind": None}, {"kind": "ValueError"}, {"kind": "Recovery"}, {"kind": "_KIND"}]
+)
+def test_error_of_unknown_fields_is_the_root(fields: dict[str, str | None]):
+    assert type(error_of_fields(fields)) is DeltaSnapshotError
 
 
 def test_error_with_objects_as_facts_can_be_pickled():
@@ -74,5 +119,5 @@ def test_error_is_caught_as_its_builtin_relative(kind: type[DeltaSnapshotError],
 
 def test_error_raised_through_pickle_still_names_its_version_conflict():
     copy = pickle.loads(pickle.dumps(VersionConflict("version 3 was committed", hint="Stop one.")))
-    with pytest.raises(VersionConflict, match="version 3 was committed. Stop one."):
+    with pytest.raises(VersionConflict, match=r"version 3 was committed\. Stop one\."):
         raise copy

@@ -5,16 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.tensors import (
-    apply_by_hand,
-    bits_for,
-    patch_of,
-    patches_for,
-    random_bits,
-    random_patch,
-    same_patch,
-    specs,
-)
+from tests.support.strategies import bits_for, patches_for, specs
+from tests.support.tensors import apply_by_hand, patch_of, random_bits, random_patch, same_patch
 from vllm_delta_snapshot.stage.merge import merge
 from vllm_delta_snapshot.types import TensorPatch, TensorSpec
 
@@ -24,7 +16,9 @@ FAR = TensorSpec("far", (3_000_000_000,), "BF16")
 
 @given(st.data())
 def test_merged_patches_equal_the_versions_applied_one_by_one(data: st.DataObject):
-    table = [TensorSpec(f"{i}.{s.name}", s.shape, s.dtype) for i, s in enumerate(data.draw(st.lists(specs, max_size=2)))]
+    table = [
+        TensorSpec(f"{i}.{s.name}", s.shape, s.dtype) for i, s in enumerate(data.draw(st.lists(specs, max_size=2)))
+    ]
     start = {spec.name: data.draw(bits_for(spec, spec.numel)) for spec in table}
     versions: list[list[TensorPatch]] = []
     for _ in range(data.draw(st.integers(0, 3))):

@@ -91,9 +91,7 @@ def faults(opened: Opener, base: Path, tmp_path: Path, when: When, *, down: bool
 
 
 @pytest.mark.parametrize("when", list(When))
-def test_store_that_fails_once_at_any_operation_loses_nothing(
-    opened: Opener, base: Path, ram_path: Path, when: When
-):
+def test_store_that_fails_once_at_any_operation_loses_nothing(opened: Opener, base: Path, ram_path: Path, when: When):
     assert faults(opened, base, ram_path, when, down=False) == []
 
 
@@ -193,7 +191,9 @@ def test_interrupted_publication_is_carried_by_the_next(opened: Opener, base: Pa
         assert_same_state(replay(sync_dir, base, tmp_path / f"scratch-{offset}")[-1], trainer.state())
 
 
-@pytest.mark.xfail(strict=True, reason="a publisher that is interrupted after its commit takes it for another trainer's")
+@pytest.mark.xfail(
+    strict=True, reason="a publisher that is interrupted after its commit takes it for another trainer's"
+)
 def test_publication_interrupted_right_after_its_commit_is_carried_on(opened: Opener, base: Path, tmp_path: Path):
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -209,9 +209,7 @@ def test_publication_interrupted_right_after_its_commit_is_carried_on(opened: Op
     assert_same_state(replay(tmp_path / "run", base, tmp_path)[-1], trainer.state())
 
 
-def test_second_trainer_on_the_same_version_conflicts_and_touches_nothing(
-    opened: Opener, base: Path, tmp_path: Path
-):
+def test_second_trainer_on_the_same_version_conflicts_and_touches_nothing(opened: Opener, base: Path, tmp_path: Path):
     store = PosixStore(tmp_path / "run")
     first, second = TinyTrainer("first"), TinyTrainer("second")
     first.weights, second.weights = tiny_tensors(), tiny_tensors()
@@ -266,9 +264,7 @@ def test_trainer_that_is_overtaken_while_it_makes_the_run_joins_it(opened: Opene
     opened(TinyTrainer(), counting)
     made: list[DeltaPublisher] = []
     at = counting.log.index("create")
-    second = opened(
-        TinyTrainer(), FaultyStore(store, at, fail=lambda: made.append(opened(TinyTrainer(), store)))
-    )
+    second = opened(TinyTrainer(), FaultyStore(store, at, fail=lambda: made.append(opened(TinyTrainer(), store))))
     assert second.run_id == made[0].run_id
 
 

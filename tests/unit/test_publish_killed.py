@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.checkpoints import tiny_tensors, write_checkpoint
 from tests.support.runs import TinyTrainer, assert_same_state, replay
 from trainer_hooks import DeltaPublisher
@@ -14,13 +12,6 @@ from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 
 ROOT = Path(__file__).parents[2]
-
-
-def killed(kind: str, folder: Path) -> tuple[Path, list[Path]]:
-    base = write_checkpoint(folder / "base", tiny_tensors())
-    command = [sys.executable, "-m", "tests.support.crash", kind, str(base), str(folder)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return base, [Path(line) for line in json.loads(done.stdout)]
 
 
 def check_restart(base: Path, sync_dir: Path, scratch: Path, steps: int) -> int:
@@ -42,9 +33,13 @@ def check_restart(base: Path, sync_dir: Path, scratch: Path, steps: int) -> int:
     return len(visible)
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("calls", 1), ("times", 5)])
-def test_trainer_killed_at_any_moment_is_carried_on_exactly(ram_path: Path, kind: str, steps: int):
-    base, dead = killed(kind, ram_path)
-    left = {check_restart(base, sync_dir, ram_path / f"scratch-{sync_dir.name}", steps) for sync_dir in dead}
-    if kind == "calls":
-        assert left == {0, 1}
+def test_trainer_killed_at_any_moment_is_carried_on_exactly(ram_path: Path):
+    base = write_checkpoint(ram_path / "base", tiny_tensors())
+    command = [sys.executable, "-m", "tests.support.crash", str(base), str(ram_path)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    dead = json.loads(done.stdout)
+    assert len(dead["calls"]) > 30
+    left = {check_restart(base, Path(line), ram_path / f"scratch{i}", 1) for i, line in enumerate(dead["calls"])}
+    assert left == {0, 1}
+    for i, line in enumerate(dead["times"]):
+        check_restart(base, Path(line), ram_path / f"scratch-time{i}", 3)

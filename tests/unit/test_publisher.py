@@ -1,5 +1,6 @@
 """`DeltaPublisher`: what is published is the trainer's weights, every bit, once."""
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -141,9 +142,7 @@ WRONG_NAMES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG_NAMES.values(), ids=WRONG_NAMES)
-def test_wrong_names_at_the_start_are_refused_and_make_no_run(
-    tmp_path: Path, base: Path, change: Change, message: str
-):
+def test_wrong_names_at_the_start_are_refused_and_make_no_run(tmp_path: Path, base: Path, change: Change, message: str):
     weights = tiny_tensors()
     change(weights)
     with pytest.raises(SourceError, match=message):
@@ -165,7 +164,7 @@ def test_wrong_names_later_are_refused_and_publish_nothing(
     before = snapshot_of(tmp_path / "run")
     good = dict(trainer.weights)
     change(trainer.weights)
-    with pytest.raises(SourceError, match="extra|missing"):
+    with pytest.raises(SourceError, match=r"extra|missing"):
         publisher.publish()
     assert snapshot_of(tmp_path / "run") == before
     trainer.weights = good
@@ -220,10 +219,8 @@ def test_odd_note_is_recorded_or_refused_with_our_error(
     tmp_path: Path, base: Path, trainer: TinyTrainer, extra: dict[str, object]
 ):
     publisher = open_publisher(trainer, tmp_path)
-    try:
+    with contextlib.suppress(DeltaSnapshotError):
         publisher.publish(**extra)
-    except Exception as error:
-        assert isinstance(error, DeltaSnapshotError)  # noqa: PT017
 
 
 class CountingSource:

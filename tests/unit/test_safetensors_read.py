@@ -49,15 +49,10 @@ def test_missing_file_is_not_found(tmp_path: Path):
 
 def test_file_cut_off_anywhere_is_corrupt(tmp_path: Path):
     data = packed(GOOD)
-    accepted = []
     for length in range(len(data)):
-        try:
+        with pytest.raises(CorruptFile) as caught:
             read(tmp_path, data[:length])
-        except CorruptFile as error:
-            assert error.file == str(tmp_path / "f.safetensors")
-        else:
-            accepted.append(length)
-    assert accepted == []
+        assert caught.value.file == str(tmp_path / "f.safetensors")
 
 
 @pytest.mark.parametrize("extra", [b"\0", b"x" * 8, bytes(4096)], ids=len)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.tensors import TORCH_CODES, bits_for, bits_of, random_bits, special_bits, specs, to_torch
+from tests.support.strategies import bits_for, specs
+from tests.support.tensors import TORCH_CODES, bits_of, random_bits, special_bits, to_torch
 from vllm_delta_snapshot.dtypes import ALL_CODES, Bits
 from vllm_delta_snapshot.format.safetensors_io import MappedFile, NamedBits, file_chunks, file_size
 from vllm_delta_snapshot.types import TensorSpec

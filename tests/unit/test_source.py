@@ -197,15 +197,19 @@ class Again:
 
 
 @pytest.mark.parametrize(
-    "given", [dict(pairs()), list(pairs()), pairs, Again(), lambda: list(pairs())], ids=["dict", "list", "function", "re-iterable", "lambda"]
-)  # fmt: skip
+    "given",
+    [dict(pairs()), list(pairs()), pairs, Again(), lambda: list(pairs())],
+    ids=["dict", "list", "function", "re-iterable", "lambda"],
+)
 def test_iterable_source_can_be_read_again_and_again(given: object):
     source = source_of(given)
     assert isinstance(source, IterableSource)
     assert names_of(source, {}) == names_of(source, {}) == ["a", "b"]
 
 
-@pytest.mark.parametrize("given", [pairs(), iter(list(pairs())), iter({}), map(str, [])], ids=["generator", "list", "dict", "map"])  # fmt: skip
+@pytest.mark.parametrize(
+    "given", [pairs(), iter(list(pairs())), iter({}), map(str, [])], ids=["generator", "list", "dict", "map"]
+)
 def test_iterator_that_is_empty_the_second_time_is_refused(given: object):
     with pytest.raises(SourceError, match="only once") as caught:
         source_of(given)

@@ -280,7 +280,7 @@ def test_metadata_of_version_2_with_two_files_is_corrupt():
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
 def test_metadata_with_a_number_that_is_not_finite_is_corrupt(number: bytes):
     data = as_json(METADATA).replace(b"1767323045.25", number)
-    with pytest.raises(CorruptFile, match="timestamp|json"):
+    with pytest.raises(CorruptFile, match=r"timestamp|json"):
         DeltaMetadata.from_json(data, file="f")
 
 

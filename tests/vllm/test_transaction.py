@@ -63,9 +63,30 @@ def test_engine_survives_failed_updates_and_takes_special_values_exactly(
             assert (live.checksums(), live.tokens()) == old
         sync_llm(live.llm, 1)
         assert live.checksums() != old[0]
+        _follow_parameters_that_were_recreated(live, model, publisher)
         _take_special_values(live, model, publisher, base, tmp_path)
         _prepared_update_needs_no_store(live, model, publisher, sync_dir)
         _refuse_for_ever_when_undo_fails(live, model, publisher, monkeypatch)
+
+
+def _follow_parameters_that_were_recreated(live: Engine, model: Any, publisher: DeltaPublisher) -> None:
+    """New memory for a weight, before and after an update was prepared: never a write into the old memory."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    weight = live.model.get_parameter(name)
+    weight.data = weight.data.clone()
+    train_step(model, 5)
+    version = publisher.publish().version
+    live.backend._handoff.wait(live.backend._version, version, timeout_s=20)
+    live.llm.start_weight_update()
+    live.llm.update_weights({"update_info": {"version": version, "action": "prepare"}})
+    weight.data = weight.data.clone()
+    old = live.checksums()
+    with pytest.raises(ApplyError, match="changed since this update was prepared"):
+        live.llm.update_weights({"update_info": {"version": version}})
+    assert live.checksums() == old
+    sync_llm(live.llm, version)
+    trained = bits_of(model.get_parameter(name).to(torch.bfloat16).reshape(-1))
+    assert bits_of(weight.reshape(-1)).tolist() == trained.tolist()
 
 
 def _take_special_values(live: Engine, model: Any, publisher: DeltaPublisher, base: Path, tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         self._prepared = None
         update = self._find_update(update_info)
         if update is not None:
+            self._fitness = self._fitness.refreshed(self.model)
             prepared = prepare(self._fitness, update.patches, update.old_digests)
             self._prepared = (update, prepared)
 

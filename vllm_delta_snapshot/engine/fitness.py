@@ -8,6 +8,7 @@ every layout that the first two do not know (shuffled, transposed, padded, conve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -45,6 +46,23 @@ class Fitness:
     plan: LoadPlan
     specs: Mapping[str, TensorSpec]
     skipped: Mapping[str, str]
+
+    def refreshed(self, model: torch.nn.Module) -> Fitness:
+        """Return this with a current plan: recorded again if the model's tensors were re-created since.
+
+        Raises:
+            TensorRefused: a layer or tensor that was fit is not any more.
+            ApplyError: the model's loader cannot be watched.
+        """
+        if self.plan.is_current(model):
+            return self
+        logger.info("parameters were re-created: recording their places again")
+        check_layers(model)
+        plan = record_load_plan(model, self.specs)
+        lost = [name for name in self.plan.segments if self.plan.is_exact(name) and not plan.is_exact(name)]
+        if lost:
+            raise TensorRefused("tensors lost their exact place when they were re-created", tensor=", ".join(lost[:5]))
+        return Fitness(plan, self.specs, self.skipped)
 
 
 def check_fitness(model: Any, folder: Path, skip: Iterable[str]) -> Fitness:
@@ -119,12 +137,10 @@ def check_places(
     refused: dict[str, str] = {}
     skipped: dict[str, str] = {}
     for name, spec in specs.items():
-        problems = [summary.problems[name] for summary in summaries if name in summary.problems]
-        if spec.numel == 0 or (not problems and any(name in summary.exact for summary in summaries)):
-            continue
-        reason = problems[0] if problems else "the engine does not load it, or converts it on the way"
-        target = skipped if any(fnmatchcase(name, pattern) for pattern in patterns) else refused
-        target[name] = reason
+        reason = _why_no_place(spec, summaries)
+        if reason is not None:
+            target = skipped if any(fnmatchcase(name, pattern) for pattern in patterns) else refused
+            target[name] = reason
     if refused:
         listed = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:5])
         more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
@@ -134,6 +150,21 @@ def check_places(
             hint='If the engine rightly has no use for them, name them in init_info: {"skip": ["pattern*"]}.',
         )
     return skipped
+
+
+def _why_no_place(spec: TensorSpec, summaries: Sequence[PlanSummary]) -> str | None:
+    """Return why the workers together have not an exact place for each element; ``None`` if they have."""
+    for summary in summaries:
+        if spec.name in summary.problems:
+            return summary.problems[spec.name]
+    # Workers hold equal slices (replicas) or disjoint ones; so the distinct slices add up to the whole.
+    boxes = frozenset().union(*(summary.boxes.get(spec.name, frozenset()) for summary in summaries))
+    covered = sum(math.prod(shape) for _, shape, _ in boxes)
+    if covered == spec.numel:
+        return None
+    if covered == 0:
+        return "the engine does not load it, or converts it on the way"
+    return f"the engine copies {covered} of its {spec.numel} elements"
 
 
 def check_live_bits(plan: LoadPlan, checkpoint: Checkpoint) -> int:

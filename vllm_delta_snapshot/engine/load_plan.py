@@ -71,16 +71,23 @@ class Segment:
         return inside, target[inside]
 
 
+Box = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Which elements of a checkpoint tensor a segment takes: offset, shape and stride."""
+
+Fingerprint = tuple[tuple[str, int, torch.Size, tuple[int, ...], torch.dtype], ...]
+"""Where a model's tensors lie: name, address, shape, stride, type."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """What a worker's plan says of names.
+    """A worker's plan without the places, to tell other workers.
 
     Attributes:
-        exact: the tensors that have an exact place there.
-        problems: why others have none.
+        boxes: by checkpoint name, which elements have an exact place there.
+        problems: why a tensor has none.
     """
 
-    exact: frozenset[str]
+    boxes: Mapping[str, frozenset[Box]]
     problems: Mapping[str, str]
 
 
@@ -91,10 +98,16 @@ class LoadPlan:
     Attributes:
         segments: by checkpoint name; a tensor without any is not on this worker.
         problems: by checkpoint name, why a tensor has no exact place.
+        fingerprint: where the model's tensors lay when this was recorded.
     """
 
     segments: dict[str, list[Segment]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    fingerprint: Fingerprint = ()
+
+    def is_current(self, model: torch.nn.Module) -> bool:
+        """Say whether the model's tensors still lie where they lay; else the places point into dead memory."""
+        return self.fingerprint == fingerprint_of(model)
 
     def is_exact(self, name: str) -> bool:
         """Say whether a tensor is on this worker, and every element by plain copies."""
@@ -102,7 +115,17 @@ class LoadPlan:
 
     def summary(self) -> PlanSummary:
         """Return the plan without places, to tell other workers."""
-        return PlanSummary(frozenset(filter(self.is_exact, self.segments)), dict(self.problems))
+        boxes = {
+            name: frozenset((s.source_offset, s.shape, s.source_stride) for s in segments)
+            for name, segments in self.segments.items()
+            if self.is_exact(name)
+        }
+        return PlanSummary(boxes, dict(self.problems))
+
+
+def fingerprint_of(model: torch.nn.Module) -> Fingerprint:
+    """Return where a model's tensors lie. Cheap: no tensor is read."""
+    return tuple((name, t.data_ptr(), t.shape, tuple(t.stride()), t.dtype) for name, t in _tensors(model))
 
 
 def record_load_plan(model: Any, specs: Mapping[str, TensorSpec]) -> LoadPlan:
@@ -117,7 +140,7 @@ def record_load_plan(model: Any, specs: Mapping[str, TensorSpec]) -> LoadPlan:
     """
     stand_ins = _StandIns(specs.values())
     live = _LiveStorages(model)
-    recorder = _Recorder(stand_ins, live)
+    recorder = _Recorder(stand_ins, live, LoadPlan(fingerprint=fingerprint_of(model)))
     before = {name: tensor.data for name, tensor in _tensors(model)}
     try:
         with torch.no_grad(), recorder:
@@ -207,9 +230,9 @@ class _LiveStorages:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own base is untyped
     """Sees every operation; executes those that do not write into live storage."""
 
-    def __init__(self, stand_ins: _StandIns, live: _LiveStorages) -> None:
+    def __init__(self, stand_ins: _StandIns, live: _LiveStorages, plan: LoadPlan) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.plan = LoadPlan()
+        self.plan = plan
         self._stand_ins = stand_ins
         self._live = live
 

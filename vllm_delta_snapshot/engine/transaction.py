@@ -17,6 +17,7 @@ import torch
 from vllm_delta_snapshot.engine.agree import agree
 from vllm_delta_snapshot.engine.fitness import Fitness
 from vllm_delta_snapshot.engine.live import MappedPatch, map_patch
+from vllm_delta_snapshot.engine.load_plan import LoadPlan
 from vllm_delta_snapshot.engine.loader import apply
 from vllm_delta_snapshot.engine.verify import verify_new, verify_old
 from vllm_delta_snapshot.errors import ApplyError, TensorRefused, WeightsUncertain
@@ -30,11 +31,13 @@ class PreparedUpdate:
     """An update that only has to be written.
 
     Attributes:
+        plan: where this worker holds the tensors.
         mapped: the patches that touch this worker.
         old: the live values they replace, place by place.
         compared: how many tensors' old values were proven to be the published ones.
     """
 
+    plan: LoadPlan
     mapped: Sequence[MappedPatch]
     old: Sequence[Sequence[torch.Tensor]]
     compared: int
@@ -49,7 +52,7 @@ class PreparedUpdate:
         failure: BaseException | None = None
         is_written = False
         try:
-            if not self._is_still_old():
+            if not (self.plan.is_current(model) and self._is_still_old()):
                 raise ApplyError("live weights were changed since this update was prepared", hint="Ask again.")
             is_written = True
             apply(model, self.mapped)
@@ -118,4 +121,4 @@ def prepare(
             compared += 1
         mapped.append(item)
         gathered.append(old)
-    return PreparedUpdate(mapped, gathered, compared)
+    return PreparedUpdate(fitness.plan, mapped, gathered, compared)

@@ -1,0 +1,157 @@
+"""Imports point one way: the rings of docs/design.md, and vLLM only where it belongs."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = "vllm_delta_snapshot"
+RINGS = (
+    # who, and what it must not import
+    (f"{OURS}.types", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
+    (f"{OURS}.errors", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
+    (f"{OURS}.dtypes", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
+    (f"{OURS}.chain", ("store", "stage", "engine", "drive", "cli", "plugin")),
+    (f"{OURS}.format", ("store", "stage", "engine", "drive", "cli", "plugin")),
+    (f"{OURS}.store", ("format", "stage", "engine", "drive", "cli", "plugin")),
+    (f"{OURS}.stage", ("engine", "drive", "cli", "plugin")),
+    (f"{OURS}.drive", ("cli", "plugin")),
+    (f"{OURS}.engine", ("cli", "plugin")),
+    ("trainer_hooks", ("engine", "drive", "cli", "plugin")),
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: in which module, of what, and whether it runs when the module is imported."""
+
+    module: str
+    target: str
+    line: int
+    at_import: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.target}"
+
+
+def inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    module = module_name(path)
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    tree = ast.parse(path.read_text())
+    lazy = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            source = ".".join(part for part in (above, node.module) if part)
+            targets = [f"{source}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            yield Import(module, target, node.lineno, id(node) not in lazy)
+
+
+ALL = [
+    found
+    for package in (OURS, "trainer_hooks")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    for found in imports_of(path)
+]
+
+
+def listed(imports: list[Import]) -> list[str]:
+    return [str(found) for found in imports]
+
+
+def test_import_rules_see_the_imports():
+    assert any(found.target == "numpy" for found in ALL)
+    assert any(inside(found.module, "trainer_hooks") and inside(found.target, OURS) for found in ALL)
+
+
+def test_vllm_is_imported_only_in_the_engine_the_plugin_and_the_trainers_adapter():
+    allowed = (f"{OURS}.engine", f"{OURS}.plugin", "trainer_hooks.integrations.vllm")
+    wrong = [f for f in ALL if inside(f.target, "vllm") and not any(inside(f.module, place) for place in allowed)]
+    assert listed(wrong) == []
+
+
+def test_plugin_imports_vllm_and_the_engine_only_when_it_is_called():
+    heavy = ("vllm", "torch", f"{OURS}.engine")
+    wrong = [
+        f for f in ALL if f.module == f"{OURS}.plugin" and f.at_import and any(inside(f.target, name) for name in heavy)
+    ]
+    assert listed(wrong) == []
+
+
+@pytest.mark.parametrize(("who", "forbidden"), RINGS, ids=[who for who, _ in RINGS])
+def test_ring_imports_nothing_further_out(who: str, forbidden: tuple[str, ...]):
+    wrong = [f for f in ALL if inside(f.module, who) and any(inside(f.target, f"{OURS}.{name}") for name in forbidden)]
+    assert listed(wrong) == []
+
+
+def test_our_side_never_imports_the_trainers():
+    wrong = [f for f in ALL if inside(f.module, OURS) and inside(f.target, "trainer_hooks")]
+    assert listed(wrong) == []
+
+
+@pytest.mark.parametrize("library", ["transformers", "matplotlib", "typer", "rich", "boto3", "google", "zstandard"])
+def test_optional_library_is_imported_only_where_it_is_needed(library: str):
+    homes = {"typer": f"{OURS}.cli", "rich": f"{OURS}.cli"}
+    wrong = [
+        f
+        for f in ALL
+        if inside(f.target, library) and f.at_import and not inside(f.module, homes.get(library, "nowhere"))
+    ]
+    assert listed(wrong) == []
+
+
+def test_nothing_unpickles():
+    wrong = [f for f in ALL if f.target.split(".")[0] in ("pickle", "marshal", "shelve", "dill", "cloudpickle")]
+    assert listed(wrong) == []
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Return the top-level modules in memory after a statement in a fresh interpreter."""
+    code = f"import json, sys\n{statement}\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_import_of_our_package_loads_neither_vllm_nor_torch():
+    assert loaded_by("import vllm_delta_snapshot") & {"vllm", "torch", "transformers", "pydantic", "typer"} == set()
+
+
+def test_import_of_the_trainers_package_loads_no_vllm():
+    found = loaded_by("import trainer_hooks")
+    assert found & {"vllm", "transformers", "typer", "matplotlib"} == set()
+    assert "torch" in found
+
+
+def test_import_of_the_receiving_side_without_engine_loads_no_vllm():
+    modules = sorted(
+        module_name(path)
+        for folder in ("format", "store", "stage")
+        for path in (ROOT / OURS / folder).rglob("*.py")
+        if path.name != "__main__.py"
+    )
+    assert "vllm" not in loaded_by(f"import {', '.join(modules)}")

@@ -1,0 +1,153 @@
+"""A trainer that restarts continues its run: from what was published, whatever it remembers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.checkpoints import snapshot_of, tiny_tensors, write_checkpoint
+from tests.support.runs import TinyRun, TinyTrainer, assert_same_state, copy_of, edit_record, make_run, replay
+from trainer_hooks import DeltaPublisher
+from trainer_hooks.resume import open_run
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, CorruptFile, RunMismatch, UnsupportedFormat
+from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.store.posix import PosixStore
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    return make_run(tmp_path_factory.mktemp("run"), 3)
+
+
+@pytest.fixture
+def run(pristine: TinyRun, tmp_path: Path) -> TinyRun:
+    return copy_of(pristine, tmp_path / "run")
+
+
+def restarted(run: TinyRun, trainer: object, base: Path | None = None) -> DeltaPublisher:
+    return DeltaPublisher(trainer, sync_dir=str(run.sync_dir), base=base or run.base)
+
+
+def trainer_after(steps: int) -> TinyTrainer:
+    trainer = TinyTrainer()
+    for step in range(1, steps + 1):
+        trainer.step(step)
+    return trainer
+
+
+def test_restarted_trainer_finds_the_newest_version(run: TinyRun):
+    publisher = restarted(run, trainer_after(3))
+    assert (publisher.run_id, publisher.version) == (run.publisher.run_id, 3)
+    assert publisher.state_digest == run.publisher.state_digest
+
+
+@pytest.mark.parametrize("steps", [0, 2, 3, 5], ids="checkpoint of step {}".format)
+def test_restarted_trainer_publishes_the_next_version_exactly(run: TinyRun, tmp_path: Path, steps: int):
+    trainer = trainer_after(steps)
+    assert restarted(run, trainer).publish().version == 4
+    found = replay(run.sync_dir, run.base, tmp_path)
+    for state, expected in zip(found, [*run.history, trainer.state()], strict=True):
+        assert_same_state(state, expected)
+
+
+def test_restarted_trainer_with_the_published_weights_publishes_nothing_new(run: TinyRun):
+    assert restarted(run, trainer_after(3)).publish().report.changed_elements == 0
+
+
+def test_restart_changes_nothing_in_the_store(run: TinyRun):
+    before = snapshot_of(run.sync_dir)
+    restarted(run, trainer_after(3))
+    assert snapshot_of(run.sync_dir) == before
+
+
+def test_restart_from_a_moved_copy_of_the_base_is_the_same_run(run: TinyRun, tmp_path: Path):
+    moved = write_checkpoint(tmp_path / "moved", tiny_tensors(), shards=3)
+    assert restarted(run, trainer_after(3), moved).version == 3
+
+
+def test_run_opened_has_the_published_weights_as_baseline(run: TinyRun):
+    state = open_run(RunFolder(PosixStore(run.sync_dir)), Checkpoint(run.base))
+    assert_same_state({spec.name: bits for spec, bits in state.baseline.items()}, run.history[3])
+
+
+def test_new_run_records_base_and_tensors(pristine: TinyRun):
+    info = pristine.folder.read_run()
+    checkpoint = Checkpoint(pristine.base)
+    assert (info.base.state_digest, dict(info.specs())) == (checkpoint.state_digest, checkpoint.specs)
+    assert info.encodings == ("raw",)
+
+
+def test_two_runs_have_different_ids(tmp_path: Path, pristine: TinyRun):
+    other = make_run(tmp_path, 0)
+    assert other.publisher.run_id != pristine.publisher.run_id
+
+
+def test_other_bits_in_the_base_are_a_run_mismatch_and_touch_nothing(run: TinyRun, tmp_path: Path):
+    other = write_checkpoint(tmp_path / "other", tiny_tensors(seed=1))
+    before = snapshot_of(run.sync_dir)
+    with pytest.raises(RunMismatch, match="another base checkpoint") as caught:
+        restarted(run, TinyTrainer(seed=1), other)
+    assert caught.value.file == f"{run.sync_dir}/run.json"
+    assert snapshot_of(run.sync_dir) == before
+
+
+def test_other_tensors_in_the_base_are_a_run_mismatch(run: TinyRun, tmp_path: Path):
+    tensors = {"w": torch.zeros(4)}
+    with pytest.raises(RunMismatch):
+        restarted(run, tensors, write_checkpoint(tmp_path / "other", tensors))
+
+
+def test_gap_in_the_versions_is_a_broken_chain(run: TinyRun):
+    (run.sync_dir / "versions" / "00000002.json").unlink()
+    with pytest.raises(BrokenChain, match="missing: 2"):
+        restarted(run, trainer_after(3))
+
+
+def test_version_of_another_run_is_a_run_mismatch(run: TinyRun):
+    edit_record(run, 2, run_id="ffffffff-ffff-ffff-ffff-ffffffffffff")
+    with pytest.raises(RunMismatch):
+        restarted(run, trainer_after(3))
+
+
+def test_version_made_against_other_weights_is_a_base_mismatch(run: TinyRun):
+    edit_record(run, 2, base_state_digest="0" * 16)
+    with pytest.raises(BaseMismatch):
+        restarted(run, trainer_after(3))
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_damaged_payload_is_corrupt_and_named(run: TinyRun, version: int):
+    path = run.payload(version)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptFile) as caught:
+        restarted(run, trainer_after(3))
+    assert caught.value.file == str(path)
+
+
+def test_run_of_a_newer_format_is_unsupported_and_kept(run: TinyRun):
+    path = run.sync_dir / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 2}))
+    before = snapshot_of(run.sync_dir)
+    with pytest.raises(UnsupportedFormat):
+        restarted(run, trainer_after(3))
+    assert snapshot_of(run.sync_dir) == before
+
+
+def test_damaged_run_is_corrupt_and_kept(run: TinyRun):
+    (run.sync_dir / "run.json").write_bytes(b"{")
+    before = snapshot_of(run.sync_dir)
+    with pytest.raises(CorruptFile):
+        restarted(run, trainer_after(3))
+    assert snapshot_of(run.sync_dir) == before
+
+
+def test_folder_of_strangers_files_becomes_a_run_and_keeps_them(pristine: TinyRun, tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("precious")
+    restarted(replace(pristine, sync_dir=tmp_path / "run"), TinyTrainer())
+    assert (tmp_path / "run" / "notes.txt").read_text() == "precious"
