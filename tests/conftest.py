@@ -13,7 +13,7 @@ settings.register_profile(
     "fixed",
     derandomize=True,
     deadline=None,
-    max_examples=40,
+    max_examples=30,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

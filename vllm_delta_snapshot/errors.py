@@ -137,8 +137,8 @@ def _rebuild(kind: type[DeltaSnapshotError], what: str, fields: dict[str, Any]) 
 
 
 def error_kind(text: str) -> type[DeltaSnapshotError] | None:
-    """Return the class of the error whose message is in `text`, the innermost if there are several."""
-    for name in reversed(_KIND.findall(text)):
+    """Return the class of the error whose message is in `text`, the innermost if one is wrapped in another."""
+    for name in _KIND.findall(text):
         kind = _kind_of(name)
         if kind is not None:
             return kind

@@ -30,13 +30,21 @@ def register() -> None:
             Factory.register_engine(BACKEND, _MODULE, _CLASS)
         except ValueError:
             _say_who_owns_the_name(Factory)
-        from vllm_delta_snapshot.engine.cpu import keep_plain_weights
-        from vllm_delta_snapshot.engine.quiet import quiet_not_staged
-
-        keep_plain_weights()
-        quiet_not_staged()
+        _prepare_process()
     except Exception:
         logger.exception("delta_snapshot could not be registered; vLLM goes on without it")
+
+
+def _prepare_process() -> None:
+    """Arrange for what has to be done when vLLM's modules are loaded, in the processes that load them."""
+    from vllm_delta_snapshot.engine import cpu, executor
+    from vllm_delta_snapshot.engine.on_import import on_import
+    from vllm_delta_snapshot.engine.quiet import quiet_not_staged
+
+    on_import("vllm.model_executor.layers.utils", cpu.keep_plain_linears)
+    on_import("vllm.model_executor.layers.fused_moe.experts.cpu_moe", cpu.keep_plain_experts)
+    on_import("vllm.v1.executor.multiproc_executor", executor.keep_answers_in_step)
+    quiet_not_staged()
 
 
 def _say_who_owns_the_name(factory: object) -> None:

@@ -48,11 +48,9 @@ def prepare_base(settings: Settings) -> Path:
 
 
 def load_trainer_model(base: Path) -> LlamaForCausalLM:
-    """Load the checkpoint for training: fp32 master weights, every parameter trainable."""
+    """Load the checkpoint for training: fp32 master weights, every parameter trainable, no dropout."""
     _quiet()
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model.config.use_cache = False
-    return model.train()
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
 
 
 def load_tokenizer(base: Path) -> PreTrainedTokenizerFast:

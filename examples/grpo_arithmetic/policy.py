@@ -30,6 +30,10 @@ class Rollout:
     reward: float
 
 
+Group = Sequence[Rollout]
+"""The completions of one question at one step."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepStatistics:
     """What one optimizer step saw.
@@ -59,53 +63,65 @@ class Policy:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, rollouts: Iterable[Rollout]) -> StepStatistics:
-        """Take one optimizer step on fresh rollouts of the present policy, ordered by question."""
+        """Take one optimizer step on fresh rollouts of the present policy, ordered by question, groups of one size."""
         groups = [list(group) for _, group in groupby(rollouts, key=lambda item: item.question)]
         groups = [group for group in groups if len({item.reward for item in group}) > 1]
         tokens = sum(len(item.completion) for group in groups for item in group)
         gap = 0.0
         self._optimizer.zero_grad(set_to_none=True)
-        for group in groups:
-            logprobs, mask = completion_logprobs(self.model, group)
-            (-(logprobs * advantages(group)[:, None] * mask).sum() / tokens).backward()
-            gap += _summed_gap(logprobs.detach(), group)
+        for batch in _batches(groups):
+            logprobs, mask = completion_logprobs(self.model, batch)
+            weights = torch.cat([advantages(group) for group in batch])
+            (-(logprobs * weights[:, None] * mask).sum() / tokens).backward()
+            gap += _summed_gap(logprobs.detach(), batch)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if groups:
             self._optimizer.step()
         return StepStatistics(float(norm), gap / max(1, tokens), len(groups))
 
 
-def advantages(group: Sequence[Rollout]) -> torch.Tensor:
+def advantages(group: Group) -> torch.Tensor:
     """Return the group's rewards, shifted and scaled to mean 0 and standard deviation 1."""
     rewards = torch.tensor([item.reward for item in group], dtype=torch.float64)
     return ((rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-4)).float()
 
 
-def completion_logprobs(model: nn.Module, group: Sequence[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the model's log-probabilities of a group's completion tokens, and the mask of the real ones.
+def completion_logprobs(model: nn.Module, batch: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the model's log-probabilities of the completions' tokens, and the mask of the real ones.
 
-    Both have the shape (group, longest completion). The group's one prompt goes through the model once.
+    Both have the shape (completions, longest completion). A group's one prompt goes through the model once, and its
+    completions go on from its keys and values.
     """
-    prompt = torch.tensor([group[0].prompt])
-    length = max(len(item.completion) for item in group)
-    targets = torch.zeros(len(group), length, dtype=torch.long)
-    mask = torch.zeros(len(group), length)
-    for row, item in enumerate(group):
+    prompts = torch.tensor([group[0].prompt for group in batch])
+    items = [item for group in batch for item in group]
+    length = max(len(item.completion) for item in items)
+    targets = torch.zeros(len(items), length, dtype=torch.long)
+    mask = torch.zeros(len(items), length)
+    for row, item in enumerate(items):
         targets[row, : len(item.completion)] = torch.tensor(item.completion)
         mask[row, : len(item.completion)] = 1
-    head = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
-    logits = head.logits.expand(len(group), -1, -1)
+    head = model(input_ids=prompts, use_cache=True, logits_to_keep=1)
+    logits = head.logits.repeat_interleave(len(batch[0]), dim=0)
     if length > 1:
         cache = head.past_key_values
-        cache.batch_repeat_interleave(len(group))
-        present = torch.cat([torch.ones(len(group), prompt.shape[1]), mask[:, :-1]], dim=1).long()
+        cache.batch_repeat_interleave(len(batch[0]))
+        present = torch.cat([torch.ones(len(items), prompts.shape[1]), mask[:, :-1]], dim=1).long()
         rest = model(input_ids=targets[:, :-1], attention_mask=present, past_key_values=cache, use_cache=True)
         logits = torch.cat([logits, rest.logits], dim=1)
     return logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1), mask
 
 
-def _summed_gap(logprobs: torch.Tensor, group: Sequence[Rollout]) -> float:
+def _batches(groups: Iterable[Group]) -> list[list[Group]]:
+    """Put groups whose prompts have one length together: nothing needs padding then."""
+    batches: dict[int, list[Group]] = {}
+    for group in groups:
+        batches.setdefault(len(group[0].prompt), []).append(group)
+    return list(batches.values())
+
+
+def _summed_gap(logprobs: torch.Tensor, batch: Sequence[Group]) -> float:
+    items = (item for group in batch for item in group)
     return sum(
         float((row[: len(item.logprobs)] - torch.tensor(item.logprobs)).abs().sum())
-        for row, item in zip(logprobs, group, strict=True)
+        for row, item in zip(logprobs, items, strict=True)
     )

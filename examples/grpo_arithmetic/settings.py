@@ -42,9 +42,9 @@ class Settings:
     model: Path | None
     tiny: bool
     learning_rate: float
-    questions: int = 4
+    questions: int = 8
     samples: int = 8
-    max_tokens: int = 20
+    max_tokens: int = 8
     seed: int = 0
     kind: str = field(init=False)
 

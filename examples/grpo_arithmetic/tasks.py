@@ -41,41 +41,45 @@ class Question:
     answer: int
 
 
-class Arithmetic:
-    """Sums and differences of small numbers. A right answer earns more the shorter it is.
+EXAMPLE = Question("What is 2 + 3?", 5)
+"""Shown before every question."""
 
-    Reward 1 for the bare number; 0.5 to 1, by length, for a completion that ends with it and stops; 0.3 for one that
-    runs into the token limit right after it; otherwise 0.
+
+class Arithmetic:
+    """Sums of two small numbers, asked after one worked example.
 
     Args:
         tokenizer: the checkpoint's; its chat template is used if it has one.
         questions: how many.
-        max_tokens: the longest completion, the scale for "short".
         seed: draws the questions.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, questions: int, max_tokens: int, seed: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, questions: int, seed: int) -> None:
         self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
         self._questions = draw_questions(questions, seed)
-        self.prompts = [self._encode(question.text) for question in self._questions]
+        self.prompts = [self._encode(question) for question in self._questions]
 
     def reward(self, question: int, completion: Sequence[int]) -> float:
         """See `Task.reward`."""
-        text = self._tokenizer.decode(completion, skip_special_tokens=True)
-        stopped = bool(completion) and completion[-1] == self._tokenizer.eos_token_id
-        length = (len(completion) - 1) / self._max_tokens
-        return reward_text(self._questions[question].answer, text, stopped=stopped, length=length)
+        return reward_text(self._questions[question].answer, self._decode(completion))
 
     def show(self, question: int, completion: Sequence[int]) -> str:
         """See `Task.show`."""
-        text = self._tokenizer.decode(completion, skip_special_tokens=True)
-        return f"{self._questions[question].text} {text.strip()!r}"
+        return f"{self._questions[question].text} {self._decode(completion).strip()}"
 
-    def _encode(self, text: str) -> list[int]:
+    def _decode(self, completion: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(completion), skip_special_tokens=True))
+
+    def _encode(self, question: Question) -> list[int]:
         if self._tokenizer.chat_template is None:
-            return list(self._tokenizer.encode(f"Question: {text}\nAnswer:"))
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+            text = f"Question: {EXAMPLE.text}\nAnswer: {EXAMPLE.answer}\n\nQuestion: {question.text}\nAnswer:"
+            return list(self._tokenizer.encode(text))
+        messages = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": EXAMPLE.text},
+            {"role": "assistant", "content": str(EXAMPLE.answer)},
+            {"role": "user", "content": question.text},
+        ]
         return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
 
@@ -100,30 +104,23 @@ def make_task(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Task:
     """Return the task that fits the model."""
     if settings.tiny:
         return TokenParity(questions=settings.questions, vocabulary=len(tokenizer), seed=settings.seed)
-    return Arithmetic(tokenizer, questions=settings.questions, max_tokens=settings.max_tokens, seed=settings.seed)
+    return Arithmetic(tokenizer, questions=settings.questions, seed=settings.seed)
 
 
 def draw_questions(count: int, seed: int) -> list[Question]:
     """Draw different questions."""
-    pairs = [(a, b) for a in range(2, 10) for b in range(2, 10)]
-    chosen = random.Random(seed).sample(pairs, count)
-    return [Question(f"What is {a} + {b}?", a + b) for a, b in chosen]
+    pairs = [(a, b) for a in range(2, 10) for b in range(2, 10) if f"{a} + {b}" not in EXAMPLE.text]
+    return [Question(f"What is {a} + {b}?", a + b) for a, b in random.Random(seed).sample(pairs, count)]
 
 
-def reward_text(answer: int, text: str, *, stopped: bool, length: float) -> float:
-    """Return the reward of an answer in words.
+def reward_text(answer: int, text: str) -> float:
+    """Return 1 for the bare right number, less the further off it is, and half as much for a sentence.
 
-    Args:
-        answer: the right number.
-        text: the completion.
-        stopped: the completion ended by itself.
-        length: its length as a fraction of the limit.
+    The number of a sentence is its last one. A completion without a number earns nothing.
     """
     numbers = re.findall(r"\d+", text)
-    if not numbers or int(numbers[-1]) != answer:
+    if not numbers:
         return 0.0
-    if not stopped:
-        return 0.3
-    if re.fullmatch(r"\s*\d+\s*\.?\s*", text):
-        return 1.0
-    return 1.0 - 0.5 * min(1.0, length)
+    closeness = 1 / (1 + abs(int(numbers[-1]) - answer))
+    is_bare = re.fullmatch(r"\s*\d+\s*\.?\s*", text) is not None
+    return closeness if is_bare else closeness / 2

@@ -130,28 +130,37 @@ def test_nothing_unpickles():
     assert listed(wrong) == []
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Return the top-level modules in memory after a statement in a fresh interpreter."""
-    code = f"import json, sys\n{statement}\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
-
-
-def test_import_of_our_package_loads_neither_vllm_nor_torch():
-    assert loaded_by("import vllm_delta_snapshot") & {"vllm", "torch", "transformers", "pydantic", "typer"} == set()
-
-
-def test_import_of_the_trainers_package_loads_no_vllm():
-    found = loaded_by("import trainer_hooks")
-    assert found & {"vllm", "transformers", "typer", "matplotlib"} == set()
-    assert "torch" in found
-
-
-def test_import_of_the_receiving_side_without_engine_loads_no_vllm():
-    modules = sorted(
+STAGES = {
+    "package": "vllm_delta_snapshot",
+    "receiving side": ", ".join(
         module_name(path)
         for folder in ("format", "store", "stage")
-        for path in (ROOT / OURS / folder).rglob("*.py")
+        for path in sorted((ROOT / OURS / folder).rglob("*.py"))
         if path.name != "__main__.py"
-    )
-    assert "vllm" not in loaded_by(f"import {', '.join(modules)}")
+    ),
+    "trainer": "trainer_hooks",
+}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """Return the top-level modules in memory after each stage, one after the other in one fresh interpreter."""
+    seen = "sorted({name.split('.')[0] for name in sys.modules})"
+    imports = "\n".join(f"import {what}\nfound[{stage!r}] = {seen}" for stage, what in STAGES.items())
+    code = f"import json, sys\nfound = {{}}\n{imports}\nprint(json.dumps(found))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {stage: set(names) for stage, names in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def test_import_of_our_package_loads_neither_vllm_nor_torch(loaded: dict[str, set[str]]):
+    assert loaded["package"] & {"vllm", "torch", "transformers", "pydantic", "typer"} == set()
+
+
+def test_import_of_the_receiving_side_without_engine_loads_no_vllm(loaded: dict[str, set[str]]):
+    assert loaded["receiving side"] & {"vllm", "transformers", "typer"} == set()
+    assert "pydantic" in loaded["receiving side"]
+
+
+def test_import_of_the_trainers_package_loads_no_vllm(loaded: dict[str, set[str]]):
+    assert loaded["trainer"] & {"vllm", "transformers", "typer", "matplotlib"} == set()
+    assert "torch" in loaded["trainer"]

@@ -23,6 +23,7 @@ from vllm_delta_snapshot.errors import (
     SourceError,
     StageError,
     StoreUnavailable,
+    VerifyError,
 )
 from vllm_delta_snapshot.materialize import PROVENANCE_NAME, MaterializeReport, materialize
 from vllm_delta_snapshot.run_folder import RunFolder
@@ -221,6 +222,18 @@ def test_payload_that_was_tampered_with_is_corrupt_and_nothing_is_left(run: Tiny
         make(run, tmp_path / "out")
     assert caught.value.file == str(path)
     assert_nothing_left(tmp_path, "run")
+
+
+def test_base_that_changes_under_the_work_is_a_verify_error_and_nothing_is_left(pristine: TinyRun, tmp_path: Path):
+    path = write_checkpoint(tmp_path / "base", tiny_tensors()) / "model.safetensors"
+    base = Checkpoint(tmp_path / "base")
+    assert base.state_digest == pristine.folder.read_run().base.state_digest
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(VerifyError, match="version 3 came out with other weights"):
+        materialize(pristine.folder, base, 3, tmp_path / "out")
+    assert_nothing_left(tmp_path, "base")
 
 
 def test_store_that_fails_at_any_operation_leaves_nothing(pristine: TinyRun, tmp_path: Path):

@@ -12,7 +12,14 @@ from tests.support.runs import TinyRun, TinyTrainer, assert_same_state, copy_of,
 from trainer_hooks import DeltaPublisher
 from trainer_hooks.resume import open_run
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, CorruptFile, RunMismatch, UnsupportedFormat
+from vllm_delta_snapshot.errors import (
+    BaseMismatch,
+    BrokenChain,
+    CorruptFile,
+    RunMismatch,
+    UnsupportedFormat,
+    VerifyError,
+)
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 
@@ -127,6 +134,19 @@ def test_damaged_payload_is_corrupt_and_named(run: TinyRun, version: int):
     with pytest.raises(CorruptFile) as caught:
         restarted(run, trainer_after(3))
     assert caught.value.file == str(path)
+
+
+def test_base_that_changed_after_it_was_checked_is_a_verify_error(run: TinyRun, tmp_path: Path):
+    path = write_checkpoint(tmp_path / "base", tiny_tensors()) / "model.safetensors"
+    base = Checkpoint(tmp_path / "base")
+    assert base.state_digest == run.folder.read_run().base.state_digest
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(VerifyError, match="version 3 does not have the state it claims"):
+        open_run(run.folder, base)
 
 
 def test_run_of_a_newer_format_is_unsupported_and_kept(run: TinyRun):

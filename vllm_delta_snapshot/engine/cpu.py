@@ -6,37 +6,38 @@ packed copies, which patches never reach: an update would "succeed" and change n
 engines that use this plugin's backend, and for no others, the packing is left out and layers compute from the plain
 weights with torch's own matrix product. That is slower than packed kernels; exact updates are worth it.
 
-Nothing here acts on other devices.
+What is changed here only the CPU backend calls; other devices are not touched.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from vllm_delta_snapshot.engine.log import logger
 
-__all__ = ["is_plain_linear", "keep_plain_weights"]
+__all__ = ["is_plain_linear", "keep_plain_experts", "keep_plain_linears"]
 
 _BACKEND = "delta_snapshot"
 _MARK = "_delta_snapshot_plain"
 
 
-def keep_plain_weights() -> None:
-    """Make vLLM's CPU backend ask, layer by layer, whether to pack. Does nothing twice, and nothing off the CPU."""
-    from vllm.platforms import current_platform
+def keep_plain_linears(module: ModuleType) -> None:
+    """Act on ``vllm.model_executor.layers.utils``: make it ask, layer by layer, whether to pack. Does nothing twice."""
+    utils: Any = module
+    if not getattr(utils.dispatch_cpu_unquantized_gemm, _MARK, False):
+        utils.dispatch_cpu_unquantized_gemm = _asking_dispatch(utils.dispatch_cpu_unquantized_gemm)
 
-    if not current_platform.is_cpu():
-        return
-    from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    if getattr(utils.dispatch_cpu_unquantized_gemm, _MARK, False):
-        return
-    utils.dispatch_cpu_unquantized_gemm = _asking_dispatch(utils.dispatch_cpu_unquantized_gemm)
+def keep_plain_experts(module: ModuleType) -> None:
+    """Act on ``vllm.model_executor.layers.fused_moe.experts.cpu_moe``: the same for experts. Does nothing twice."""
+    cpu_moe: Any = module
     for experts in (cpu_moe.CPUUnquantizedExperts, cpu_moe.X86CPUUnquantizedExperts):
-        _ask_before_packing(experts)
+        if not vars(experts).get(_MARK + "_asks"):
+            setattr(experts, _MARK + "_asks", True)
+            _ask_before_packing(experts)
 
 
 def is_plain_linear(layer: torch.nn.Module) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_delta_snapshot.engine.agree import agree
+from vllm_delta_snapshot.engine.agree import agree, gather_from_workers
 from vllm_delta_snapshot.engine.fitness import Fitness
 from vllm_delta_snapshot.engine.live import MappedPatch, map_patch
 from vllm_delta_snapshot.engine.load_plan import LoadPlan
@@ -47,7 +47,7 @@ class PreparedUpdate:
 
         Raises:
             ApplyError: this worker or another failed; all have their old weights.
-            WeightsUncertain: this worker could not put its old weights back.
+            WeightsUncertain: this worker or another could not put its old weights back.
         """
         failure: BaseException | None = None
         is_written = False
@@ -61,9 +61,14 @@ class PreparedUpdate:
             failure = error
         try:
             agree(failure)
-        except BaseException:
-            if is_written:
-                self._undo()
+        except BaseException as error:
+            is_old = not is_written or self._undo()
+            if not all(gather_from_workers(is_old)):
+                raise WeightsUncertain(
+                    "an update failed and a worker could not put its old weights back",
+                    found=error,
+                    hint="Do not resume this engine: restart it; it catches up by itself.",
+                ) from error
             raise
 
     def _is_still_old(self) -> bool:
@@ -73,16 +78,13 @@ class PreparedUpdate:
             for place, old in zip(item.places, values, strict=True)
         )
 
-    def _undo(self) -> None:
+    def _undo(self) -> bool:
+        """Put the old values back; say whether they are."""
         with contextlib.suppress(Exception):
             for item, values in zip(self.mapped, self.old, strict=True):
                 item.write(values)
-            if self._is_still_old():
-                return
-        raise WeightsUncertain(
-            "an update failed and the old weights could not be put back",
-            hint="Do not resume this engine: restart it; it catches up by itself.",
-        )
+            return self._is_still_old()
+        return False
 
 
 def prepare(
