@@ -115,7 +115,7 @@ class StoreContract:
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        for number in range(10):
+        for number in range(6):
             store.create(f"big/{number}", data)
         done.set()
         watcher.join()

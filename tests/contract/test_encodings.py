@@ -181,7 +181,7 @@ def test_patch_of_another_tensor_is_refused(encoding: Encoding):
     refusal(encoding, small, patch.changed, parts)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data())
 def test_damaged_bytes_give_a_valid_patch_or_a_refusal(encoding: Encoding, data: st.DataObject):
     patch = data.draw(specs.flatmap(patches_for))

@@ -26,7 +26,7 @@ def test_two_workers_take_versions_exactly_and_refuse_together(tmp_path: Path) -
     with server(base, tmp_path / "server.log", *OPTIONS, **environment) as client:
         client.init(sync_dir=str(tmp_path / "run"))
         before = (client.checksums(), [greedy(client, list(prompt), 16) for prompt in PROMPTS])
-        train_step(model, 1)
+        train_step(model, 1, density=0.5)
         sync_server(client, publisher.publish().version)
         trained = client.checksums()
         assert [name for name in trained if trained[name] == before[0][name]] == []
