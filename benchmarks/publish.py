@@ -133,7 +133,7 @@ def _write_report(result: dict[str, Any]) -> None:
         f"One process on {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}",
         f"with {result['threads']} threads, numpy {np.__version__}; the diff is numpy on one thread.",
         f"Medians of {REPETITIONS} alternating repetitions, smallest and largest in brackets.",
-        "`memcpy` copies the model's bytes; `publish` is the whole call, durable on disk; `save_file` writes and syncs a",
+        "`memcpy` copies the bytes; `publish` is the whole call, durable on disk; `save_file` writes and syncs a",
         "full checkpoint.",
     ]
     table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines]
