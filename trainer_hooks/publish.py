@@ -23,10 +23,10 @@ from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
 from vllm_delta_snapshot.format.version import MAX_VERSION_BYTES, VersionRecord
 from vllm_delta_snapshot.store import Store
 
-__all__ = ["commit", "publish_delta"]
+__all__ = ["commit", "is_committed", "write_publication"]
 
 
-def publish_delta(
+def write_publication(
     store: Store,
     lineage: Lineage,
     digested: Sequence[DigestedPatch],
@@ -34,7 +34,7 @@ def publish_delta(
     *,
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
 ) -> VersionRecord:
-    """Write and commit one version. Blocks until it is durable and visible.
+    """Write one version's files: steps 1 and 2. Blocks until they are durable; nobody sees them yet.
 
     Args:
         store: the run's store.
@@ -44,18 +44,17 @@ def publish_delta(
         max_file_bytes: soft limit of a payload file.
 
     Returns:
-        The committed record.
+        The record to commit.
 
     Raises:
-        VersionConflict: another trainer committed this version. Nothing of theirs was touched.
-        StoreError, StoreUnavailable: nothing was committed; publish again.
+        StoreError, StoreUnavailable: not everything was written; publish again.
     """
     publication_id = uuid.uuid4().hex
     folder = layout.delta_folder(lineage.version, publication_id)
     metadata, data = write_delta_folder(
         store, folder, publication_id, lineage, digested, notes, max_file_bytes=max_file_bytes
     )
-    record = VersionRecord(
+    return VersionRecord(
         run_id=lineage.run_id,
         version=lineage.version,
         base_version=lineage.base_version,
@@ -69,31 +68,45 @@ def publish_delta(
         state_digest=lineage.state_digest,
         created_at=utc_now(),
     )
-    commit(store, record)
-    return record
 
 
 def commit(store: Store, record: VersionRecord) -> None:
-    """Make a version visible, or find out that it is.
+    """Make a version visible: step 3. Or find out that it is, after a lost answer.
 
     Raises:
-        VersionConflict: the version exists and is another publication's.
-        StoreError, StoreUnavailable: it does not exist.
+        VersionConflict: the version exists and is another publication's. Nothing of theirs was touched.
+        StoreError: it does not exist.
+        StoreUnavailable: it may or may not exist; ask `is_committed` before anything else is published.
+    """
+    try:
+        store.create(layout.version_key(record.version), record.to_json())
+    except (ObjectExists, StoreUnavailable) as error:
+        if not is_committed(store, record):
+            raise error from None
+
+
+def is_committed(store: Store, record: VersionRecord) -> bool:
+    """Say whether a version exists and is this publication.
+
+    Returns:
+        ``False`` if the version does not exist.
+
+    Raises:
+        VersionConflict: it exists and is another publication's.
+        StoreError, StoreUnavailable: it cannot be found out now.
     """
     key = layout.version_key(record.version)
     try:
-        store.create(key, record.to_json())
-    except (ObjectExists, StoreUnavailable) as error:
-        try:
-            data = store.read(key, max_bytes=MAX_VERSION_BYTES)
-        except ObjectNotFound:
-            raise error from None
-        existing = VersionRecord.from_json(data, file=f"{store.uri}/{key}")
-        if existing.publication_id != record.publication_id:
-            raise VersionConflict(
-                f"version {record.version} was committed by another trainer",
-                file=f"{store.uri}/{key}",
-                expected=f"publication {record.publication_id}",
-                found=f"publication {existing.publication_id} of {existing.created_at}",
-                hint="Stop one of the two trainers. A trainer that restarts now continues after the newest version.",
-            ) from error
+        data = store.read(key, max_bytes=MAX_VERSION_BYTES)
+    except ObjectNotFound:
+        return False
+    existing = VersionRecord.from_json(data, file=f"{store.uri}/{key}")
+    if existing.publication_id != record.publication_id:
+        raise VersionConflict(
+            f"version {record.version} was committed by another trainer",
+            file=f"{store.uri}/{key}",
+            expected=f"publication {record.publication_id}",
+            found=f"publication {existing.publication_id} of {existing.created_at}",
+            hint="Stop one of the two trainers. A trainer that restarts now continues after the newest version.",
+        )
+    return True

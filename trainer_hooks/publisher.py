@@ -8,23 +8,26 @@ publication that fails loses nothing: the next one carries its changes.
 from __future__ import annotations
 
 import logging
+import math
+import operator
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from trainer_hooks.diff import diff_tensor
-from trainer_hooks.publish import publish_delta
+from trainer_hooks.publish import commit, is_committed, write_publication
 from trainer_hooks.resume import open_run
 from trainer_hooks.source import source_of
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.delta_folder import Lineage, WriterNotes
+from vllm_delta_snapshot.delta_folder import DigestedPatch, Lineage, WriterNotes
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
 from vllm_delta_snapshot.format.digest import add_digests, format_digest
+from vllm_delta_snapshot.format.version import VersionRecord
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 from vllm_delta_snapshot.types import TensorPatch
@@ -32,6 +35,9 @@ from vllm_delta_snapshot.types import TensorPatch
 __all__ = ["DeltaPublisher", "Publication", "PublishReport"]
 
 logger = logging.getLogger(__name__)
+
+Fingerprints = dict[tuple[str, ...], Hashable]
+"""By the names of a source item, its fingerprint when it was last published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,15 @@ class Publication:
         return self.report
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attempt:
+    """A publication whose commit was asked for."""
+
+    record: VersionRecord
+    patches: Sequence[TensorPatch]
+    fingerprints: Fingerprints
+
+
 class DeltaPublisher:
     """Publishes a trainer's weights as deltas. Use it from one thread of one process.
 
@@ -138,7 +153,8 @@ class DeltaPublisher:
         self._version = state.version
         self._state_digest = state.state_digest
         self._baseline = state.baseline
-        self._fingerprints: dict[tuple[str, ...], Hashable] = {}
+        self._fingerprints: Fingerprints = {}
+        self._attempt: _Attempt | None = None
         logger.info(
             "opened run=%s sync_dir=%s version=%d tensors=%d elements=%d",
             self._run_id,
@@ -174,29 +190,27 @@ class DeltaPublisher:
             The handle of the committed publication.
 
         Raises:
-            SourceError: a tensor is missing, doubled or does not fit. Nothing was published.
+            SourceError: a tensor is missing, doubled or does not fit, or a metric is no finite number. Nothing was
+                published.
             VersionConflict: another trainer is publishing into this run.
             StoreError, StoreUnavailable: nothing was committed; the next call carries these changes too.
         """
         started = time.monotonic()
+        self._settle()
+        notes = _notes(self._base_model, step, metrics)
         patches, fingerprints = self._diff()
         digested = [self._baseline.digested(patch) for patch in patches]
-        moves = [item.new_digest - item.old_digest for item in digested]
-        digest = add_digests(int(self._state_digest, 16), *moves)
         diff_s = time.monotonic() - started
-        lineage = Lineage(
-            run_id=self._run_id,
-            version=self._version + 1,
-            base_version=self._version,
-            base_state_digest=self._state_digest,
-            state_digest=format_digest(digest),
-            total_elements=self._total_elements,
+        record = write_publication(
+            self._store,
+            self._lineage(digested),
+            digested,
+            replace(notes, diff_s=diff_s),
+            max_file_bytes=self._max_file_bytes,
         )
-        notes = WriterNotes(self._base_model, step, metrics or {}, diff_s)
-        record = publish_delta(self._store, lineage, digested, notes, max_file_bytes=self._max_file_bytes)
-        self._baseline.advance(patches)
-        self._version, self._state_digest = record.version, record.state_digest
-        self._fingerprints = fingerprints
+        self._attempt = _Attempt(record, patches, fingerprints)
+        commit(self._store, record)
+        self._adopt(self._attempt)
         report = PublishReport(
             run_id=self._run_id,
             version=record.version,
@@ -212,10 +226,38 @@ class DeltaPublisher:
         _log(report)
         return Publication(report)
 
-    def _diff(self) -> tuple[list[TensorPatch], dict[tuple[str, ...], Hashable]]:
+    def _settle(self) -> None:
+        """Find out what became of an earlier commit whose answer never came: it is adopted, or it never was."""
+        attempt = self._attempt
+        if attempt is None:
+            return
+        if is_committed(self._store, attempt.record):
+            logger.warning("version=%d was committed although its answer was lost", attempt.record.version)
+            self._adopt(attempt)
+        self._attempt = None
+
+    def _adopt(self, attempt: _Attempt) -> None:
+        """Move the baseline to a committed version."""
+        self._baseline.advance(attempt.patches)
+        self._version, self._state_digest = attempt.record.version, attempt.record.state_digest
+        self._fingerprints = attempt.fingerprints
+        self._attempt = None
+
+    def _lineage(self, digested: Iterable[DigestedPatch]) -> Lineage:
+        moves = [item.new_digest - item.old_digest for item in digested]
+        return Lineage(
+            run_id=self._run_id,
+            version=self._version + 1,
+            base_version=self._version,
+            base_state_digest=self._state_digest,
+            state_digest=format_digest(add_digests(int(self._state_digest, 16), *moves)),
+            total_elements=self._total_elements,
+        )
+
+    def _diff(self) -> tuple[list[TensorPatch], Fingerprints]:
         patches: list[TensorPatch] = []
         seen: list[str] = []
-        fingerprints: dict[tuple[str, ...], Hashable] = {}
+        fingerprints: Fingerprints = {}
         for item in self._source.items(self._specs):
             if item.fingerprint is not None:
                 fingerprints[item.names] = item.fingerprint
@@ -249,6 +291,17 @@ class DeltaPublisher:
                 found="; ".join(problems[:8]) + more,
                 hint="Publish by checkpoint names: every tensor of the base, each once.",
             )
+
+
+def _notes(base_model: str, step: int | None, metrics: Mapping[str, float] | None) -> WriterNotes:
+    """Check what the caller wants recorded, before anything is written."""
+    numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise SourceError(
+                f"metric {name} is not a finite number", found=value, hint="Leave it out; JSON cannot hold it."
+            )
+    return WriterNotes(base_model, None if step is None else operator.index(step), numbers)
 
 
 def _log(report: PublishReport) -> None:

@@ -66,11 +66,15 @@ class ModuleSource:
     tells; a write through ``.data`` escapes it, so unfreeze what you write that way).
 
     Args:
-        module: the model; wrappers of `torch.compile` and DDP are looked through.
+        module: the model; wrappers of `torch.compile` and DDP are looked through. With DDP, publish from one rank.
+
+    Raises:
+        SourceError: the module is wrapped in FSDP.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = unwrap(module)
+        _refuse_fsdp1(self._module)
         self._names = CheckpointNames(self._module)
 
     def items(self, specs: Mapping[str, TensorSpec]) -> Iterator[SourceItem]:
@@ -179,6 +183,17 @@ def _fingerprint(tensor: torch.Tensor) -> Hashable | None:
         # weights, tells the two apart.
         return (ref, tensor.data_ptr(), tensor._version)
     return None
+
+
+def _refuse_fsdp1(module: nn.Module) -> None:
+    # Its parameters look plain but are slices, and its state dict gathers, in a collective that only some ranks join.
+    for name, inner in module.named_modules():
+        if type(inner).__name__ == "FullyShardedDataParallel":
+            raise SourceError(
+                "the module is wrapped in FSDP, so this rank has only a part of it",
+                found=name or "the module itself",
+                hint="Give an iterable of (checkpoint name, full tensor) that gathers it.",
+            )
 
 
 def _refuse_unreadable(name: str, tensor: torch.Tensor) -> None:

@@ -112,7 +112,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptFile("not a safetensors index", file=str(index), found=error) from error
-    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    files = sorted(path for path in folder.glob("*.safetensors") if _is_weights(path))
     if not files:
         raise ObjectNotFound(
             "no safetensors files in the checkpoint",
@@ -120,3 +120,8 @@ def _weight_files(folder: Path) -> list[Path]:
             hint="Write it with model.save_pretrained(folder), which saves safetensors.",
         )
     return files
+
+
+def _is_weights(path: Path) -> bool:
+    # Mistral's checkpoints carry the same weights a second time, under that name and in another layout.
+    return path.is_file() and not path.name.startswith("consolidated")

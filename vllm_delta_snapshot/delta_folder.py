@@ -101,9 +101,11 @@ def write_delta_folder(
     planned = encode_delta(patches, encoding_of(encoding), max_file_bytes=max_file_bytes)
     files = tuple(_write_file(store, folder, file) for file in planned)
     changed = sum(patch.changed for patch in patches)
+    # What OpenRL's reader takes: one file, raw, floating point.
+    is_openrl = encoding == "raw" and len(files) == 1 and all(patch.spec.element.is_float for patch in patches)
     now = datetime.now(UTC)
     metadata = DeltaMetadata(
-        format_version=2 if encoding == "raw" and len(files) == 1 else 3,
+        format_version=2 if is_openrl else 3,
         base_model=notes.base_model,
         created_at=now.isoformat(),
         timestamp=now.timestamp(),

@@ -116,8 +116,10 @@ class DeltaSnapshotError(Exception):
 
     def _message(self) -> str:
         fields = {"file": self.file, "tensor": self.tensor, "expected": self.expected, "found": self.found}
-        facts = ", ".join(f"{name} {value}" for name, value in fields.items() if value is not None)
-        message = f"{self.what}: {facts}" if facts else self.what
+        given = ((name, value) for name, value in fields.items() if value is not None)
+        facts = ", ".join(f"{name} {_without_kinds(value)}" for name, value in given)
+        what = _without_kinds(self.what)
+        message = f"{what}: {facts}" if facts else what
         message = f"{message}. {self.hint}" if self.hint else message
         return f"{message} [{type(self).__name__}]"
 
@@ -136,9 +138,14 @@ def _rebuild(kind: type[DeltaSnapshotError], what: str, fields: dict[str, Any]) 
     return kind(what, **fields)
 
 
+def _without_kinds(fact: object) -> str:
+    # A fact may come from anywhere; it must not look like the name of an error.
+    return _KIND.sub(lambda match: f"({match[1]})", str(fact))
+
+
 def error_kind(text: str) -> type[DeltaSnapshotError] | None:
-    """Return the class of the error whose message is in `text`, the innermost if one is wrapped in another."""
-    for name in _KIND.findall(text):
+    """Return the class of the error whose message is in `text`; the last, if there are several."""
+    for name in reversed(_KIND.findall(text)):
         kind = _kind_of(name)
         if kind is not None:
             return kind

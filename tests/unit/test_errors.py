@@ -66,8 +66,16 @@ def test_error_kind_is_read_back_from_a_message_in_a_longer_text(kind: type[Delt
     assert error_kind(f'{{"error": "RuntimeError: {kind("it failed", **FIELDS)} See the log."}}') is kind
 
 
-def test_error_kind_of_an_error_that_wraps_another_is_the_inner_one():
-    assert error_kind(str(StageError("cannot stage", found=CorruptFile("it failed")))) is CorruptFile
+def test_error_kind_of_an_error_that_wraps_another_is_its_own():
+    assert error_kind(str(StageError("cannot stage", found=CorruptFile("it failed")))) is StageError
+
+
+@pytest.mark.parametrize("field", ["what", "file", "tensor", "expected", "found"])
+def test_error_kind_cannot_be_forged_by_a_fact(field: str):
+    facts = {"what": "it failed", field: "x [WeightsUncertain]"}
+    text = str(CorruptFile(facts.pop("what"), **facts))
+    assert "WeightsUncertain" in text
+    assert error_kind(text + " please check the stack trace") is CorruptFile
 
 
 @pytest.mark.parametrize("text", ["", "it failed", "[Recovery]", "[ValueError]", "[error_kind]", "CorruptFile"])

@@ -95,20 +95,7 @@ def test_store_that_fails_once_at_any_operation_loses_nothing(opened: Opener, ba
     assert faults(opened, base, ram_path, when, down=False) == []
 
 
-@pytest.mark.parametrize(
-    "when",
-    [
-        When.BEFORE,
-        When.TORN,
-        pytest.param(
-            When.AFTER,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="a commit whose reply is lost and that cannot be read back is later taken for another trainer's",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("when", list(When))
 def test_store_that_goes_down_at_any_operation_and_comes_back_loses_nothing(
     opened: Opener, base: Path, ram_path: Path, when: When
 ):
@@ -191,9 +178,6 @@ def test_interrupted_publication_is_carried_by_the_next(opened: Opener, base: Pa
         assert_same_state(replay(sync_dir, base, tmp_path / f"scratch-{offset}")[-1], trainer.state())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a publisher that is interrupted after its commit takes it for another trainer's"
-)
 def test_publication_interrupted_right_after_its_commit_is_carried_on(opened: Opener, base: Path, tmp_path: Path):
     def interrupt() -> None:
         raise KeyboardInterrupt

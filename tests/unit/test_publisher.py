@@ -214,7 +214,6 @@ def test_sync_dir_that_cannot_be_opened_is_refused(tmp_path: Path, base: Path, t
 @pytest.mark.parametrize(
     "extra", [{"metrics": {"reward": float("nan")}}, {"step": np.int64(3)}], ids=["nan metric", "numpy step"]
 )
-@pytest.mark.xfail(strict=True, reason="a pydantic error escapes, after the payload was uploaded")
 def test_odd_note_is_recorded_or_refused_with_our_error(
     tmp_path: Path, base: Path, trainer: TinyTrainer, extra: dict[str, object]
 ):

@@ -1,5 +1,6 @@
 """Sources: the trainer's tensors by their checkpoint names, and what is refused instead of published wrong."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -233,3 +234,18 @@ def test_source_of_a_source_is_itself():
 def test_source_of_anything_else_is_refused(given: object):
     with pytest.raises(SourceError, match="cannot publish this"):
         source_of(given)
+
+
+def test_module_in_fsdp_is_refused(tmp_path):
+    from torch import distributed
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+        with pytest.raises(SourceError, match="wrapped in FSDP"):
+            ModuleSource(wrapped)
+    finally:
+        distributed.destroy_process_group()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_delta_snapshot.errors import ApplyError
+from vllm_delta_snapshot.errors import ApplyError, DeltaSnapshotError, error_of_fields
 
 __all__ = ["agree", "gather_from_workers"]
 
@@ -22,20 +22,27 @@ def agree(error: BaseException | None, state: object = None) -> None:
 
     Raises:
         BaseException: `error`, on the worker that has one.
-        ApplyError: another worker has one, or states differ; names the workers.
+        DeltaSnapshotError: the error of the first worker that has one, on the others.
+        ApplyError: states differ; names the workers.
     """
-    votes = gather_from_workers((None if error is None else f"{type(error).__name__}: {error}", state))
+    votes = gather_from_workers((None if error is None else _fields_of(error), state))
     if error is not None:
         raise error
-    for rank, (failure, _) in enumerate(votes):
-        if failure is not None:
-            raise ApplyError(f"worker {rank} refused, so no worker goes on", found=failure)
+    for rank, (fields, _) in enumerate(votes):
+        if fields is not None:
+            raise error_of_fields(fields | {"what": f"worker {rank}: {fields['what']}"})
     if any(other != state for _, other in votes):
         raise ApplyError(
             "the workers of this engine are not in the same state",
             found="; ".join(f"worker {rank}: {other}" for rank, (_, other) in enumerate(votes)),
             hint="Restart the engine; it catches up by itself.",
         )
+
+
+def _fields_of(error: BaseException) -> dict[str, str | None]:
+    if isinstance(error, DeltaSnapshotError):
+        return error.to_fields()
+    return ApplyError(f"{type(error).__name__}: {error}").to_fields()
 
 
 def gather_from_workers(value: Any) -> list[Any]:

@@ -112,7 +112,12 @@ class SpecEntry(WireModel):
             UnsupportedFormat: unknown element type.
             LimitExceeded: more elements than 63 bits count.
         """
-        dtype_of(self.dtype)
+        try:
+            dtype_of(self.dtype)
+        except UnsupportedFormat as error:
+            raise UnsupportedFormat(
+                error.what, tensor=self.name, expected=error.expected, found=error.found, hint=error.hint
+            ) from error
         spec = TensorSpec(self.name, self.shape, self.dtype)
         if spec.num_bytes >= 2**63:
             raise LimitExceeded("tensor too large", tensor=self.name, found=str(spec))
