@@ -109,14 +109,16 @@ class VllmServer:
             "--host": "127.0.0.1",
             "--port": str(self._port),
             "--dtype": "bfloat16",
-            "--max-model-len": "256",
+            "--max-model-len": "512",
             "--max-num-seqs": "64",
             "--generation-config": "vllm",
             "--seed": "0",
             "--weight-transfer-config": '{"backend": "delta_snapshot"}',
         }
+        # Seeded requests crash vLLM 0.32's CPU backend when a prompt is prefilled in chunks, so none is.
+        flags = ["--enforce-eager", "--no-enable-chunked-prefill"]
         arguments = [text for option in options.items() for text in option]
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *arguments]
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *arguments]
 
 
 def _free_port() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,7 @@ from vllm_delta_snapshot.stage.attachment import Attachment
 __all__ = ["Handoff"]
 
 _POLL_S: Final = 0.005
+_MOST_DEATHS: Final = 3
 
 
 class Handoff:
@@ -46,6 +48,7 @@ class Handoff:
         self._area = StageArea.of(root, config)
         self._attachment = Attachment(self._area)
         self._process: subprocess.Popen[bytes] | None = None
+        self._deaths = 0
         try:
             state = self._wait_until_following(timeout_s)
         except BaseException:
@@ -73,6 +76,7 @@ class Handoff:
         """
         folder = self._area.staged_folder(base_version, version)
         if folder.is_dir():
+            self._deaths = 0
             return folder
         (self._area.wanted / str(version)).touch()
         self._ensure_stager()
@@ -133,9 +137,15 @@ class Handoff:
         if is_locked(self._area.lock):
             return
         if self._process is not None and self._process.returncode != 0:
-            raise StageError(
-                "the stager died", file=str(self._area.log), found=f"exit status {self._process.returncode}"
-            )
+            # Killed, or out of memory: it goes on from what is there. Again and again: something is wrong with it.
+            self._deaths += 1
+            if self._deaths > _MOST_DEATHS:
+                raise StageError(
+                    f"the stager died {self._deaths} times",
+                    file=str(self._area.log),
+                    found=f"exit status {self._process.returncode}",
+                    hint="Its log is in that file.",
+                )
         self._area.state.unlink(missing_ok=True)
         with self._area.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -146,11 +156,11 @@ class Handoff:
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
                 start_new_session=True,
             )
+        # It outlives this object, and perhaps this process; while it does not, somebody has to reap it.
+        threading.Thread(target=self._process.wait, name="delta-snapshot-reaper", daemon=True).start()
 
     def _wait_until_gone(self, timeout_s: float) -> None:
         """Give a failed stager the time to go, so that the next try starts a new one."""
         deadline = time.monotonic() + timeout_s
         while is_locked(self._area.lock) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        if self._process is not None:
-            self._process.poll()

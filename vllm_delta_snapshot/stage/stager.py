@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stager:
-    """See the module. `run` is the process; `step` is one round of it.
+    """See the module. `run` is the process: `start`, then `step` again and again.
 
     Args:
         area: the stage area, whose lock the caller holds.
@@ -55,15 +55,19 @@ class Stager:
 
     def run(self) -> None:
         """Follow until the last worker is gone. Blocks."""
+        self.start()
+        while self.step():
+            time.sleep(self._config.poll_interval_s)
+        logger.info("no worker left")
+
+    def start(self) -> None:
+        """Find out which version the engines' checkpoint is, by reading every byte. An error goes into the state."""
         self._set_state(self._state)
         try:
             self._start()
         except DeltaSnapshotError as error:
             logger.error("failed: %s", error)
             self._set_state(self._state.model_copy(update={"status": "failed", "error": error.to_fields()}))
-        while self.step():
-            time.sleep(self._config.poll_interval_s)
-        logger.info("no worker left")
 
     def step(self) -> bool:
         """Do one round.
@@ -85,7 +89,6 @@ class Stager:
         return True
 
     def _start(self) -> None:
-        """Find out which version the engines' checkpoint is."""
         run = self._folder.read_run()
         checkpoint = Checkpoint(self._config.checkpoint)
         checkpoint.check_fits(dict(run.specs()), what=f"run {run.run_id}")
