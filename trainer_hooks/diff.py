@@ -20,7 +20,7 @@ from vllm_delta_snapshot.types import TensorPatch, TensorSpec, position_dtype
 __all__ = ["check_castable", "diff_tensor", "tensor_bits"]
 
 CHUNK_ELEMENTS: Final = 1 << 18
-"""256 Ki elements: 512 KiB of bf16, the fastest size measured for numpy (docs/design.md, "Diff")."""
+"""256 Ki elements: both sides and the mask stay in the cache (docs/design.md, "Diff")."""
 
 _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -89,7 +89,7 @@ def run(settings: Settings) -> Verdict:
 
 def state_of(client: ServerClient, settings: Settings, task: Task) -> ServerState:
     """Ask a server for its weights' checksums and its greedy answers."""
-    return ServerState(client.checksums(), greedy_tokens(client, task.prompts, max_tokens=settings.max_tokens))
+    return ServerState(client.checksums(), greedy_tokens(client, task, max_tokens=settings.max_tokens))
 
 
 def materialize_newest(settings: Settings, base: Path, version: int) -> None:

@@ -6,7 +6,6 @@ The trainer sees exactly the tokens that were sampled; text is never tokenized a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +17,7 @@ from vllm_delta_snapshot.drive import ServerClient
 
 def sample_rollouts(client: ServerClient, task: Task, *, samples: int, max_tokens: int, seed: int) -> list[Rollout]:
     """Sample a group of completions for every question, all questions at once, ordered by question."""
-    body = {"n": samples, "max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0}
+    body = {"n": samples, "max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "stop": list(task.stop)}
 
     def group(question: int) -> list[Rollout]:
         prompt = task.prompts[question]
@@ -38,15 +37,15 @@ def sample_rollouts(client: ServerClient, task: Task, *, samples: int, max_token
         return [item for rollouts in pool.map(group, range(len(task.prompts))) for item in rollouts]
 
 
-def greedy_tokens(client: ServerClient, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[list[int]]:
+def greedy_tokens(client: ServerClient, task: Task, *, max_tokens: int) -> list[list[int]]:
     """Return the greedy completion of each prompt.
 
     The prefix cache is emptied first, and prompts go one after the other: bf16 results depend on which sequences are
     computed together, and two servers are to be compared.
     """
     client.reset_caches(running_requests=False)
-    body = {"max_tokens": max_tokens, "temperature": 0.0}
-    return [_complete(client, {**body, "prompt": list(prompt)})[0]["token_ids"] for prompt in prompts]
+    body = {"max_tokens": max_tokens, "temperature": 0.0, "stop": list(task.stop)}
+    return [_complete(client, {**body, "prompt": list(prompt)})[0]["token_ids"] for prompt in task.prompts]
 
 
 def _complete(client: ServerClient, body: dict[str, Any]) -> list[dict[str, Any]]:

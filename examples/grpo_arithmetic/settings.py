@@ -42,9 +42,9 @@ class Settings:
     model: Path | None
     tiny: bool
     learning_rate: float
-    questions: int = 8
+    questions: int = 6
     samples: int = 8
-    max_tokens: int = 8
+    max_tokens: int = 6
     seed: int = 0
     kind: str = field(init=False)
 

@@ -9,23 +9,29 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerFast
 
 from examples.grpo_arithmetic.settings import Settings
 
-SYSTEM = "Answer with a number."
+EXAMPLES = ("2 + 3 = 5", "4 + 6 = 10")
+"""Shown before every question, so that a plain language model knows what is asked of it."""
 
 
 class Task(Protocol):
-    """Questions as token ids, and a reward between 0 and 1 for a completion of one of them."""
+    """Questions as token ids, and a reward between 0 and 1 for a completion of one of them.
+
+    Attributes:
+        prompts: token ids of the questions.
+        stop: texts that end a completion.
+    """
 
     prompts: Sequence[Sequence[int]]
+    stop: Sequence[str]
 
     def reward(self, question: int, completion: Sequence[int]) -> float:
-        """Return the reward of a completion, its end-of-text token included if it came to one."""
+        """Return the reward of a completion; its tokens include the ones that ended it."""
         ...
 
     def show(self, question: int, completion: Sequence[int]) -> str:
@@ -33,23 +39,11 @@ class Task(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question in words, with its answer."""
-
-    text: str
-    answer: int
-
-
-EXAMPLE = Question("What is 2 + 3?", 5)
-"""Shown before every question."""
-
-
 class Arithmetic:
-    """Sums of two small numbers, asked after one worked example.
+    """Sums of two small numbers that carry: ``8 + 9 =``. The answer is the rest of the line.
 
     Args:
-        tokenizer: the checkpoint's; its chat template is used if it has one.
+        tokenizer: the checkpoint's.
         questions: how many.
         seed: draws the questions.
     """
@@ -57,30 +51,21 @@ class Arithmetic:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, questions: int, seed: int) -> None:
         self._tokenizer = tokenizer
         self._questions = draw_questions(questions, seed)
-        self.prompts = [self._encode(question) for question in self._questions]
+        self.prompts = [tokenizer.encode("\n".join([*EXAMPLES, f"{a} + {b} ="])) for a, b in self._questions]
+        self.stop = ["\n"]
 
     def reward(self, question: int, completion: Sequence[int]) -> float:
         """See `Task.reward`."""
-        return reward_text(self._questions[question].answer, self._decode(completion))
+        return reward_text(sum(self._questions[question]), self._line(completion))
 
     def show(self, question: int, completion: Sequence[int]) -> str:
         """See `Task.show`."""
-        return f"{self._questions[question].text} {self._decode(completion).strip()}"
+        a, b = self._questions[question]
+        return f"{a} + {b} ={self._line(completion)}"
 
-    def _decode(self, completion: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(completion), skip_special_tokens=True))
-
-    def _encode(self, question: Question) -> list[int]:
-        if self._tokenizer.chat_template is None:
-            text = f"Question: {EXAMPLE.text}\nAnswer: {EXAMPLE.answer}\n\nQuestion: {question.text}\nAnswer:"
-            return list(self._tokenizer.encode(text))
-        messages = [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": EXAMPLE.text},
-            {"role": "assistant", "content": str(EXAMPLE.answer)},
-            {"role": "user", "content": question.text},
-        ]
-        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    def _line(self, completion: Sequence[int]) -> str:
+        text = str(self._tokenizer.decode(list(completion), skip_special_tokens=True))
+        return text.partition("\n")[0]
 
 
 class TokenParity:
@@ -88,6 +73,7 @@ class TokenParity:
 
     def __init__(self, *, questions: int, vocabulary: int, seed: int) -> None:
         draw = random.Random(seed)
+        self.stop: list[str] = []
         self.prompts = [[1, *(draw.randrange(3, vocabulary) for _ in range(6))] for _ in range(questions)]
 
     def reward(self, question: int, completion: Sequence[int]) -> float:
@@ -107,20 +93,19 @@ def make_task(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Task:
     return Arithmetic(tokenizer, questions=settings.questions, seed=settings.seed)
 
 
-def draw_questions(count: int, seed: int) -> list[Question]:
-    """Draw different questions."""
-    pairs = [(a, b) for a in range(2, 10) for b in range(2, 10) if f"{a} + {b}" not in EXAMPLE.text]
-    return [Question(f"What is {a} + {b}?", a + b) for a, b in random.Random(seed).sample(pairs, count)]
+def draw_questions(count: int, seed: int) -> list[tuple[int, int]]:
+    """Draw different sums of two digits, all above 10."""
+    pairs = [(a, b) for a in range(3, 10) for b in range(3, 10) if a + b > 10]
+    return random.Random(seed).sample(pairs, count)
 
 
 def reward_text(answer: int, text: str) -> float:
-    """Return 1 for the bare right number, less the further off it is, and half as much for a sentence.
+    """Return 1 for the bare right number, less the further off it is, and half as much with other text around it.
 
-    The number of a sentence is its last one. A completion without a number earns nothing.
+    With several numbers the last one counts. Text without a number earns nothing.
     """
     numbers = re.findall(r"\d+", text)
     if not numbers:
         return 0.0
     closeness = 1 / (1 + abs(int(numbers[-1]) - answer))
-    is_bare = re.fullmatch(r"\s*\d+\s*\.?\s*", text) is not None
-    return closeness if is_bare else closeness / 2
+    return closeness if text.strip() == numbers[-1] else closeness / 2

@@ -4,7 +4,7 @@
 After loading, the CPU backend packs linear layers and experts into the layouts of its kernels and computes from the
 packed copies, which patches never reach: an update would "succeed" and change nothing, or land in permuted places. For
 engines that use this plugin's backend, and for no others, the packing is left out and layers compute from the plain
-weights with torch's own matrix product. That is slower than packed kernels; exact updates are worth it.
+weights (`cpu_linear`). That is slower than packed kernels; exact updates are worth it.
 
 What is changed here only the CPU backend calls; other devices are not touched.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from vllm_delta_snapshot.engine.cpu_linear import plain_linear
 from vllm_delta_snapshot.engine.log import logger
 
 __all__ = ["is_plain_linear", "keep_plain_experts", "keep_plain_linears"]
@@ -43,7 +44,7 @@ def keep_plain_experts(module: ModuleType) -> None:
 def is_plain_linear(layer: torch.nn.Module) -> bool:
     """Say whether a linear layer of the CPU backend computes from its plain weight."""
     linear = getattr(layer, "cpu_linear", None)
-    return linear is None or linear is torch.nn.functional.linear
+    return linear is None or linear is plain_linear or linear is torch.nn.functional.linear
 
 
 def _is_ours() -> bool:
@@ -61,7 +62,7 @@ def _asking_dispatch(packing: Any) -> Any:
             packing(layer, remove_weight)
             return
         logger.debug("keeping plain weights of %s", type(layer).__name__)
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.cpu_linear = plain_linear
 
     setattr(dispatch, _MARK, True)
     return dispatch
@@ -124,10 +125,10 @@ def _plain_experts(
             continue
         bias_1 = None if experts.w1_bias is None else experts.w1_bias[expert].to(hidden_states.dtype)
         bias_2 = None if experts.w2_bias is None else experts.w2_bias[expert].to(hidden_states.dtype)
-        gate_up = torch.nn.functional.linear(hidden_states[tokens], w1[expert], bias_1)
+        gate_up = plain_linear(hidden_states[tokens], w1[expert], bias_1)
         inner = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
         experts.activation(activation, inner, gate_up)
-        out = torch.nn.functional.linear(inner, w2[expert], bias_2).float()
+        out = plain_linear(inner, w2[expert], bias_2).float()
         if not apply_router_weight_on_input:  # else the inputs were scaled before
             out *= topk_weights[tokens, slots, None].float()
         total.index_add_(0, tokens, out)

@@ -36,7 +36,7 @@ def _merge_one(patches: list[TensorPatch]) -> TensorPatch:
     positions = np.concatenate([patch.positions for patch in patches])
     values = np.concatenate([patch.values for patch in patches])
     # A stable sort keeps equal positions in version order, so the last of each group is the newest. On runs that
-    # are sorted already it is a merge: twice as fast as sorting combined keys (docs/design.md, "Merge").
+    # are sorted already it is a merge (docs/design.md, "Merge").
     order = np.argsort(positions, kind="stable")
     positions = positions[order]
     is_last = np.ones(positions.size, dtype=bool)
