@@ -2,7 +2,9 @@
 """The matrix product of plain weights on CPUs, at a bearable speed.
 
 Where the processor has no instructions for bf16 or fp16 products, torch falls back to a slow loop. Then, from a few
-rows on, it is faster to widen the operands to fp32, in blocks of weight rows that stay in the cache. Nothing is kept between calls: a widened copy of a weight would be one more copy that updates do not reach.
+rows on, it is faster to widen the operands to fp32, in blocks of weight rows that stay in the cache.
+
+Nothing is kept between calls: a widened copy of a weight would be one more copy that updates do not reach.
 """
 
 from __future__ import annotations
