@@ -36,14 +36,14 @@ from vllm_delta_snapshot.store import open_store
 
 def main() -> int:
     """Run the demo; return the exit status."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         verdict = run(read_settings())
     except (DemoError, DeltaSnapshotError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted; the server was stopped", file=sys.stderr)
+    except KeyboardInterrupt as reason:
+        print(f"interrupted{f' by {reason}' if str(reason) else ''}; the server was stopped", file=sys.stderr)
         return 130
     return 1 if verdict.weight_problems or verdict.token_problems else 0
 
@@ -96,6 +96,11 @@ def materialize_newest(settings: Settings, base: Path, version: int) -> None:
     """Build the newest version from the base and the deltas."""
     folder = RunFolder(open_store(str(settings.sync_dir)))
     materialize(folder, Checkpoint(base), version, settings.final)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    del frame
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import damage
 from tests.support.engines import Engine, engine
 from tests.support.tiny_models import make_model, train_step
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.drive import sync_llm
-from vllm_delta_snapshot.errors import CorruptFile, OutOfOrder
+from vllm_delta_snapshot.errors import CorruptFile, OutOfOrder, RunMismatch
 
 
 def test_engine_takes_a_version_once_it_is_repaired_and_the_same_again_changes_nothing(
@@ -42,7 +43,34 @@ def test_engine_takes_a_version_once_it_is_repaired_and_the_same_again_changes_n
         sync_llm(live.llm, 2, stage_timeout_s=20)
         with pytest.raises(OutOfOrder, match="cannot go back"):
             sync_llm(live.llm, 1)
-        assert live.backend._version == 2
+        _stays_where_it_is_when_it_is_initialized_again(live, model, publisher, run)
+
+
+def _stays_where_it_is_when_it_is_initialized_again(
+    live: Engine, model: torch.nn.Module, publisher: DeltaPublisher, run: Path
+) -> None:
+    """By a trainer that restarted, with and without a shutdown between; and an update that nobody finished counts."""
+    two = live.checksums()
+    live.init(sync_dir=str(run))
+    assert live.checksums() == two
+    live.llm.shutdown_weight_transfer_engine()
+    live.init(sync_dir=str(run))
+    train_step(model, 3)
+    assert publisher.publish().version == 3
+    live.llm.start_weight_update()
+    live.llm.update_weights({"update_info": {"version": 3, "timeout_s": 20}})
+    three = live.checksums()
+    assert three != two
+    live.backend.start_weight_update()  # the driver died before it finished, and another one begins
+    assert live.backend._at.version == 3
+    live.llm.finish_weight_update("3")
+    other = make_model("qwen3", run.parent / "other")
+    DeltaPublisher(other, sync_dir=str(run.parent / "other-run"), base=run.parent / "base")
+    with pytest.raises(RunMismatch, match=r"version of another run.*at version 3"):
+        live.init(sync_dir=str(run.parent / "other-run"))
+    live.init(sync_dir=str(run))
+    sync_llm(live.llm, 3)
+    assert live.checksums() == three
 
 
 def _until_taken(live: Engine, version: int) -> None:

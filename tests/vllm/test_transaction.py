@@ -76,7 +76,7 @@ def _follow_parameters_that_were_recreated(live: Engine, model: Any, publisher: 
     weight.data = weight.data.clone()
     train_step(model, 5)
     version = publisher.publish().version
-    live.backend._handoff.wait(live.backend._version, version, timeout_s=20)
+    live.backend._handoff.wait(live.backend._at.version, version, timeout_s=20)
     live.llm.start_weight_update()
     live.llm.update_weights({"update_info": {"version": version, "action": "prepare"}})
     weight.data = weight.data.clone()
@@ -118,7 +118,7 @@ def _prepared_update_needs_no_store(live: Engine, model: Any, publisher: DeltaPu
     train_step(model, 7)
     version = publisher.publish().version
     backend = live.backend
-    backend._handoff.wait(backend._version, version, timeout_s=20)
+    backend._handoff.wait(backend._at.version, version, timeout_s=20)
     live.llm.start_weight_update()
     live.llm.update_weights({"update_info": {"version": version, "action": "prepare"}})
     old = live.checksums()

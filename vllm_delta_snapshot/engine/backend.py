@@ -10,6 +10,7 @@ refuses everything from then on.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ from vllm_delta_snapshot.stage.handoff import Handoff
 __all__ = ["DeltaSnapshotWeightTransferEngine"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Which weights an engine has: a version of a run, and its state digest."""
+
+    run_id: str
+    version: int
+    state_digest: str
+
+
 class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitInfo, DeltaSnapshotUpdateInfo]):
     """One worker's end. Built by vLLM after the model is loaded.
 
@@ -47,9 +57,9 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         check_vllm()
         self._handoff: Handoff | None = None
         self._fitness = Fitness(LoadPlan(), {}, {})
-        self._run_id = ""
-        self._version = 0
-        self._state_digest = ""
+        self._at = _Weights("", 0, "")
+        # What the weights became by updates; kept over a shutdown, since the weights are kept too.
+        self._moved_to: _Weights | None = None
         self._stage_timeout_s = 0.0
         self._is_ready = False
         self._is_uncertain = False
@@ -62,16 +72,19 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
     def init_transfer_engine(self, init_info: DeltaSnapshotInitInfo) -> None:
         """Check what this engine can do, and start following the run. Collective over the engine's workers.
 
+        May be called again, by a trainer that restarted: the engine stays at the version that it has.
+
         Raises:
             TensorRefused: layers or tensors that cannot be updated exactly; named.
             BaseMismatch: the live weights are not the checkpoint's, or the checkpoint is not of this run.
+            RunMismatch: the weights are already a version of another run.
             DeltaSnapshotError: the run, the store or the checkpoint cannot be read.
         """
         self._require_certain()
         started = time.monotonic()
         self.shutdown()
         folder = checkpoint_folder(self.model_config, self.vllm_config.load_config, init_info.checkpoint)
-        self._fitness = check_fitness(self.model, folder, init_info.skip)
+        self._fitness = check_fitness(self.model, folder, init_info.skip, are_weights_as_loaded=self._moved_to is None)
         failure: BaseException | None = None
         try:
             if init_info.sync_dir is not None:
@@ -79,15 +92,15 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
             failure = error
         try:
-            agree(failure, (self._run_id, self._version))
+            agree(failure, self._at)
         except BaseException:
             self.shutdown()
             raise
         self._is_ready = True
         logger.info(
             "initialized run=%s version=%d tensors=%d skipped=%d seconds=%.3f",
-            self._run_id or None,
-            self._version,
+            self._at.run_id or None,
+            self._at.version,
             len(self._fitness.specs),
             len(self._fitness.skipped),
             time.monotonic() - started,
@@ -102,7 +115,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         """
         self._require_certain()
         self._require_ready()
-        self._applied = None
+        self._take_over_applied()
 
     @torch.no_grad()
     def receive_weights(self, update_info: DeltaSnapshotUpdateInfo) -> None:
@@ -123,7 +136,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
             self._prepare(update_info)
         except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
             failure = error
-        agree(failure, (self._version, self._prepared is not None))
+        agree(failure, (self._at, self._prepared is not None))
         if update_info.action == "apply":
             self._apply()
 
@@ -134,12 +147,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
             WeightsUncertain: this worker must not serve.
         """
         self._require_certain()
-        applied, self._applied = self._applied, None
-        if applied is None or applied.version is None:
-            return
-        self._version, self._state_digest = applied.version, applied.state_digest
-        if self._handoff is not None:
-            self._handoff.set_version(applied.version)
+        self._take_over_applied()
 
     def shutdown(self) -> None:
         """Let go of the stager. Nothing happens the second time."""
@@ -153,9 +161,30 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         config = StagerConfig(sync_dir=sync_dir, checkpoint=str(folder))
         root = Path(init_info.stage_dir) if init_info.stage_dir else default_stage_root()
         self._handoff = Handoff(config, root, timeout_s=init_info.init_timeout_s)
-        self._run_id = self._handoff.read_run().run_id
-        self._version, self._state_digest = self._handoff.start_version, self._handoff.start_digest
+        run_id = self._handoff.read_run().run_id
+        if self._moved_to is None:
+            self._at = _Weights(run_id, self._handoff.start_version, self._handoff.start_digest)
+        elif self._moved_to.run_id == run_id:
+            self._at = self._moved_to
+            self._handoff.set_version(self._at.version)
+        else:
+            raise RunMismatch(
+                "the weights of this engine are a version of another run",
+                file=sync_dir,
+                expected=f"run {self._moved_to.run_id} (the engine is at version {self._moved_to.version})",
+                found=f"run {run_id}",
+                hint="Restart the engine to follow another run.",
+            )
         self._stage_timeout_s = init_info.stage_timeout_s
+
+    def _take_over_applied(self) -> None:
+        """Be at the version that was applied, also if nobody said that the update is finished: the weights are."""
+        applied, self._applied = self._applied, None
+        if applied is None or applied.version is None:
+            return
+        self._at = self._moved_to = _Weights(self._at.run_id, applied.version, applied.state_digest)
+        if self._handoff is not None:
+            self._handoff.set_version(applied.version)
 
     def _prepare(self, update_info: DeltaSnapshotUpdateInfo) -> None:
         ready = None if self._prepared is None else self._prepared[0].version
@@ -179,25 +208,25 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
                 found=f"version {version}",
                 hint='Give init_info a sync_dir, or update_info {"target_weights_path": folder}.',
             )
-        if version == self._version:
+        if version == self._at.version:
             return None
-        if version < self._version:
+        if version < self._at.version:
             raise OutOfOrder(
                 "the engine cannot go back to an earlier version",
-                expected=f"version {self._version} or later",
+                expected=f"version {self._at.version} or later",
                 found=f"version {version}",
                 hint="Materialize that version and start an engine from it.",
             )
         timeout_s = self._stage_timeout_s if update_info.timeout_s is None else update_info.timeout_s
         timeout_s = timeout_s if update_info.action == "apply" else 0.0
-        folder = self._handoff.wait(self._version, version, timeout_s=timeout_s)
+        folder = self._handoff.wait(self._at.version, version, timeout_s=timeout_s)
         return staged_update(
             folder,
             self._fitness.specs,
-            run_id=self._run_id,
-            base_version=self._version,
+            run_id=self._at.run_id,
+            base_version=self._at.version,
             version=version,
-            state_digest=self._state_digest,
+            state_digest=self._at.state_digest,
         )
 
     def _find_openrl(self, folder: Path) -> Update:
@@ -211,7 +240,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
 
     def _apply(self) -> None:
         if self._prepared is None:
-            logger.info("nothing to apply version=%d", self._version)
+            logger.info("nothing to apply version=%d", self._at.version)
             return
         started = time.monotonic()
         (update, prepared), self._prepared = self._prepared, None

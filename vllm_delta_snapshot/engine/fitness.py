@@ -65,13 +65,15 @@ class Fitness:
         return Fitness(plan, self.specs, self.skipped)
 
 
-def check_fitness(model: Any, folder: Path, skip: Iterable[str]) -> Fitness:
+def check_fitness(model: Any, folder: Path, skip: Iterable[str], *, are_weights_as_loaded: bool) -> Fitness:
     """Make all three checks. Collective over the engine's workers; writes no weight.
 
     Args:
         model: the live `torch.nn.Module`.
         folder: the checkpoint it was loaded from.
         skip: patterns of names that the user declared skippable.
+        are_weights_as_loaded: whether the live weights should still be the checkpoint's. After updates they are not;
+            then their bits cannot be compared with it, and were when the engine was first initialized.
 
     Raises:
         TensorRefused: layers or tensors that cannot be updated exactly; named.
@@ -92,7 +94,7 @@ def check_fitness(model: Any, folder: Path, skip: Iterable[str]) -> Fitness:
     skipped = check_places(summaries, checkpoint.specs, skip)
     for name, reason in skipped.items():
         logger.warning("updates will skip tensor=%s: %s", name, reason)
-    compared = check_live_bits(plan, checkpoint)
+    compared = check_live_bits(plan, checkpoint) if are_weights_as_loaded else 0
     logger.info("fit for updates in place: tensors=%d elements_compared=%d", len(plan.segments), compared)
     return Fitness(plan, checkpoint.specs, skipped)
 
