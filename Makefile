@@ -12,10 +12,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint typecheck format bench clean
+.PHONY: help setup demo test test-fast lint typecheck format bench bench-publish bench-apply clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
 
 setup: $(STAMPS)/engine $(STAMPS)/demo  ## Make .venv with everything, the CPU engine included
 
@@ -39,8 +39,13 @@ format: $(STAMPS)/base  ## ruff: rewrite
 typecheck: $(STAMPS)/base  ## mypy, strict
 	$(BIN)/mypy
 
-bench: $(STAMPS)/engine  ## Measure, side by side, and write docs/performance.md
+bench: bench-publish bench-apply  ## Measure, side by side, and write docs/performance.md
+
+bench-publish: $(STAMPS)/engine  ## What publishing costs the trainer
 	$(BIN)/python -m benchmarks.publish
+
+bench-apply: $(STAMPS)/engine  ## What applying costs inside the pause, against vLLM's own loader
+	$(BIN)/python -m benchmarks.apply
 
 clean:  ## Remove .venv, caches and outputs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist

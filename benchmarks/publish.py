@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import resource
 import statistics
 import sys
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.report import machine, progress, write_section
 from trainer_hooks import DeltaPublisher
 from trainer_hooks.diff import diff_tensor
 from vllm_delta_snapshot.checkpoint import Checkpoint
@@ -31,7 +31,6 @@ from vllm_delta_snapshot.checkpoint import Checkpoint
 TENSORS, ROWS, COLUMNS = 24, 2048, 2048
 DENSITIES = (0.001, 0.01, 0.1)
 REPETITIONS = 7
-REPORT = Path(__file__).parent.parent / "docs" / "performance.md"
 
 
 def main() -> int:
@@ -65,7 +64,7 @@ def _measure(weights: dict[str, torch.Tensor], base: Path, sync_dir: Path, densi
     times: dict[str, list[float]] = {"memcpy": [], "diff": [], "publish": [], "save_file": []}
     payload_bytes: list[float] = []
     for repetition in range(REPETITIONS):
-        _progress(f"density {density:g}: {repetition + 1}/{REPETITIONS}")
+        progress(f"density {density:g}: {repetition + 1}/{REPETITIONS}")
         _change(weights, density, repetition)
         times["memcpy"].append(_time(lambda: [target[n].copy_(t) for n, t in weights.items()]))
         started = time.perf_counter()
@@ -114,32 +113,22 @@ def _time(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _write_report(result: dict[str, Any]) -> None:
     names = ("memcpy", "diff", "publish", "save_file")
-    lines = []
+    rows = []
     for density, row in result["by_density"].items():
         ratios = [row[key] for key in ("bytes_per_change", "diff_x_memcpy", "publish_x_memcpy", "publish_vs_save_file")]
         spreads = ["{:.3f} ({:.3f}-{:.3f})".format(*row["seconds"][name]) for name in names]
-        lines.append(f"| {100 * float(density):g} % | " + " | ".join(map(str, ratios + spreads)) + " |")
+        rows.append([f"{100 * float(density):g} %", *ratios, *spreads])
     heads = ["changed", "bytes per change", "diff / memcpy", "publish / memcpy", "publish / save_file"]
     heads += [f"{name} s" for name in names]
-    method = [
-        f"{TENSORS} random bf16 tensors of {ROWS} x {COLUMNS} ({result['model_bytes'] / 1e6:.0f} MB),",
-        "changed by one unit in the last place at random positions.",
-        f"One process on {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}",
-        f"with {result['threads']} threads, numpy {np.__version__}; the diff is numpy on one thread.",
-        f"Medians of {REPETITIONS} alternating repetitions, smallest and largest in brackets.",
-        "`memcpy` copies the bytes; `publish` is the whole call, durable on disk; `save_file` writes and syncs a",
-        "full checkpoint.",
-    ]
-    table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines]
-    REPORT.write_text(
-        "\n".join(["# Performance", "", "Written by `make bench`; do not edit.", "", *method, "", *table, ""])
+    method = (
+        f"`make bench-publish`. {TENSORS} random bf16 tensors of {ROWS} x {COLUMNS} ({result['model_bytes'] / 1e6:.0f} MB),"
+        f" changed by one unit in the last place at random positions; {machine()}; the diff is numpy on one thread."
+        f" Medians of {REPETITIONS} alternating repetitions, smallest and largest in brackets. `memcpy` copies the bytes;"
+        " `publish` is the whole call, durable on disk; `save_file` writes and syncs a full checkpoint."
     )
+    write_section("publish", "What publishing costs the trainer", method, heads, rows)
 
 
 if __name__ == "__main__":

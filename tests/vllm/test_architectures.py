@@ -1,4 +1,5 @@
-"""The main job on five architectures: published steps arrive bit for bit, stepwise and merged, and are served."""
+"""The main job on five architectures: published steps arrive bit for bit, stepwise and merged, by vLLM's
+own loader and by scattering, and are served."""
 
 from __future__ import annotations
 
@@ -25,11 +26,12 @@ def test_published_steps_are_served_exactly_as_by_a_fresh_engine(architecture: s
     publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base)
 
     with engine(base) as live:
-        live.init(sync_dir=str(sync_dir))
+        live.init(sync_dir=str(sync_dir), apply="loader")
         base_tokens, base_checksums = live.tokens(), live.checksums()
         for number in (1, 2):
             train_step(model, number)
             sync_llm(live.llm, publisher.publish(step=number).version, run_id=publisher.run_id)
+        live.init(sync_dir=str(sync_dir), apply="scatter")
         for number in (3, 4, 5):  # missed by the engine: merged into one update
             train_step(model, number)
             publisher.publish(step=number)

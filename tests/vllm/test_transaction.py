@@ -14,6 +14,7 @@ from tests.support.engines import Engine, engine
 from tests.support.tensors import bits_of
 from tests.support.tiny_models import make_model, train_step
 from trainer_hooks import DeltaPublisher
+from trainer_hooks.source import source_of
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import sync_llm
 from vllm_delta_snapshot.engine import transaction
@@ -24,15 +25,15 @@ from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 
-def _half_then_fail(model: torch.nn.Module, mapped: Sequence[MappedPatch]) -> None:
-    del model
+def _half_then_fail(model: torch.nn.Module, mapped: Sequence[MappedPatch], way: str) -> None:
+    del model, way
     for item in mapped[: len(mapped) // 2]:
         item.write_new()
     raise RuntimeError("the loader broke")
 
 
-def _half_in_silence(model: torch.nn.Module, mapped: Sequence[MappedPatch]) -> None:
-    del model
+def _half_in_silence(model: torch.nn.Module, mapped: Sequence[MappedPatch], way: str) -> None:
+    del model, way
     for item in mapped[: len(mapped) // 2]:
         item.write_new()
 
@@ -64,7 +65,9 @@ def test_engine_survives_failed_updates_and_takes_special_values_exactly(
         sync_llm(live.llm, 1)
         assert live.checksums() != old[0]
         _follow_parameters_that_were_recreated(live, model, publisher)
-        _take_special_values(live, model, publisher, base, tmp_path)
+        for way in ("loader", "scatter"):
+            live.init(sync_dir=str(sync_dir), apply=way)
+            _take_special_values(live, model, publisher, base, tmp_path / way)
         _prepared_update_needs_no_store(live, model, publisher, sync_dir)
         _refuse_for_ever_when_undo_fails(live, model, publisher, monkeypatch)
 
@@ -97,19 +100,17 @@ def _take_special_values(live: Engine, model: Any, publisher: DeltaPublisher, ba
     for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
         weights[name].reshape(-1)[3:10] = bits
     weights["lm_head.weight"].reshape(-1)[0] = -0.0
-    special_publisher = DeltaPublisher(weights, sync_dir=str(tmp_path / "run"), base=base)
-    version = special_publisher.publish().version
+    publisher._source = source_of(weights)
+    version = publisher.publish().version
     sync_llm(live.llm, version, stage_timeout_s=20)
     qkv = bits_of(live.model.get_parameter("model.layers.0.self_attn.qkv_proj.weight").reshape(-1))
     query = 4 * 32 * 128
     assert qkv[query + 3 : query + 10].tolist() == [0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x0001, 0x807F]
-    final = tmp_path / "final"
-    materialize(RunFolder(open_store(str(tmp_path / "run"))), Checkpoint(base), version, final)
+    materialize(RunFolder(open_store(str(tmp_path.parent / "run"))), Checkpoint(base), version, tmp_path)
     live_down = bits_of(live.model.get_parameter("model.layers.1.mlp.down_proj.weight").reshape(-1))
-    assert live_down.tolist() == Checkpoint(final).bits("model.layers.1.mlp.down_proj.weight").tolist()
+    assert live_down.tolist() == Checkpoint(tmp_path).bits("model.layers.1.mlp.down_proj.weight").tolist()
     # Back to numbers: the overwritten NaNs are compared by their bits, so they are no drift.
-    assert special_publisher.version == version
-    publisher.__init__(model, sync_dir=str(tmp_path / "run"), base=base)  # type: ignore[misc]
+    publisher._source = source_of(model)
     sync_llm(live.llm, publisher.publish().version, stage_timeout_s=20)
 
 

@@ -18,6 +18,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from vllm_delta_snapshot.engine.agree import agree
+from vllm_delta_snapshot.engine.apply import Way
 from vllm_delta_snapshot.engine.compat import check_vllm, checkpoint_folder
 from vllm_delta_snapshot.engine.fitness import Fitness, check_fitness
 from vllm_delta_snapshot.engine.load_plan import LoadPlan
@@ -61,6 +62,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         # What the weights became by updates; kept over a shutdown, since the weights are kept too.
         self._moved_to: _Weights | None = None
         self._stage_timeout_s = 0.0
+        self._way: Way = "scatter"
         self._is_ready = False
         self._is_uncertain = False
         self._prepared: tuple[Update, PreparedUpdate] | None = None
@@ -97,12 +99,14 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
             self.shutdown()
             raise
         self._is_ready = True
+        self._way = init_info.apply
         logger.info(
-            "initialized run=%s version=%d tensors=%d skipped=%d seconds=%.3f",
+            "initialized run=%s version=%d tensors=%d skipped=%d apply=%s seconds=%.3f",
             self._at.run_id or None,
             self._at.version,
             len(self._fitness.specs),
             len(self._fitness.skipped),
+            self._way,
             time.monotonic() - started,
         )
 
@@ -245,7 +249,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         started = time.monotonic()
         (update, prepared), self._prepared = self._prepared, None
         try:
-            prepared.commit(self.model)
+            prepared.commit(self.model, self._way)
         except WeightsUncertain:
             self._is_uncertain = True
             raise

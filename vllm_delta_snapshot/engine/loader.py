@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply: write prepared patches into the live weights.
+"""Apply by `loader`: through vLLM's own `load_checkpoint_weight_patches`, the reference.
 
-Floating-point patches go through vLLM's own `load_checkpoint_weight_patches`, the reference. It marks unchanged
-elements by NaN, so a patch that brings a NaN, and patches of integers, are written through the load plan instead.
+It works on whole tensors, and marks unchanged elements by NaN; so it cannot carry a NaN, nor integers.
 """
 
 from __future__ import annotations
@@ -13,30 +12,11 @@ import numpy as np
 import torch
 
 from vllm_delta_snapshot.engine.bits import integer_of, torch_dtype_of
-from vllm_delta_snapshot.engine.live import MappedPatch
 from vllm_delta_snapshot.types import TensorPatch
 
-__all__ = ["apply", "is_for_loader"]
+__all__ = ["apply_by_loader", "is_for_loader"]
 
 _LOADER_DTYPES = frozenset({"BF16", "F16", "F32", "F64"})
-
-
-def apply(model: torch.nn.Module, mapped: Sequence[MappedPatch]) -> None:
-    """Write every patch. Not atomic: the caller keeps the old values.
-
-    Args:
-        model: the live model.
-        mapped: the patches with their places.
-
-    Raises:
-        Exception: whatever the model's loader raises; some weights may be written.
-    """
-    through_loader = [item.patch for item in mapped if is_for_loader(item.patch)]
-    if through_loader:
-        _apply_by_loader(model, through_loader)
-    for item in mapped:
-        if not is_for_loader(item.patch):
-            item.write_new()
 
 
 def is_for_loader(patch: TensorPatch) -> bool:
@@ -47,7 +27,12 @@ def is_for_loader(patch: TensorPatch) -> bool:
     return not bool(torch.isnan(values).any())
 
 
-def _apply_by_loader(model: torch.nn.Module, patches: Sequence[TensorPatch]) -> None:
+def apply_by_loader(model: torch.nn.Module, patches: Sequence[TensorPatch]) -> None:
+    """Write patches that `is_for_loader` accepts. Not atomic.
+
+    Raises:
+        Exception: whatever the model's loader raises; some weights may be written.
+    """
     from vllm.model_executor.model_loader.checkpoint_weight_patch import (
         CheckpointWeightPatch,
         load_checkpoint_weight_patches,

@@ -8,6 +8,8 @@ from typing import Literal
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from vllm_delta_snapshot.engine.apply import Way
+
 __all__ = ["DeltaSnapshotInitInfo", "DeltaSnapshotUpdateInfo"]
 
 
@@ -27,6 +29,8 @@ class DeltaSnapshotInitInfo(WeightTransferInitInfo):
     """A local folder with room for a few updates; by default $DELTA_SNAPSHOT_STAGE_DIR or one in the temp folder."""
     skip: list[str] = field(default_factory=list)
     """Patterns of checkpoint names that this engine rightly has no use for (a draft head, a skipped tower)."""
+    apply: Way = "scatter"
+    """How weights are written: `scatter`, element by element to their places, or `loader`, vLLM's own way."""
     init_timeout_s: float = 600.0
     """How long the stager may take to read the checkpoint once."""
     stage_timeout_s: float = 60.0
@@ -38,6 +42,8 @@ class DeltaSnapshotInitInfo(WeightTransferInitInfo):
         _check("skip", self.skip, list, optional=False)
         for pattern in self.skip:
             _check("skip", pattern, str, optional=False)
+        if self.apply not in ("scatter", "loader"):
+            raise ValueError(f"init_info: apply must be scatter or loader, found {self.apply!r}")
         for name in ("init_timeout_s", "stage_timeout_s"):
             _check_seconds(name, getattr(self, name))
 

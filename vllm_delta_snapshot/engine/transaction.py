@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from vllm_delta_snapshot.engine.agree import agree, gather_from_workers
+from vllm_delta_snapshot.engine.apply import Way, apply
 from vllm_delta_snapshot.engine.fitness import Fitness
 from vllm_delta_snapshot.engine.live import MappedPatch, map_patch
 from vllm_delta_snapshot.engine.load_plan import LoadPlan
-from vllm_delta_snapshot.engine.loader import apply
 from vllm_delta_snapshot.engine.verify import verify_new, verify_old
 from vllm_delta_snapshot.errors import ApplyError, TensorRefused, WeightsUncertain
 from vllm_delta_snapshot.types import TensorPatch
@@ -42,7 +42,7 @@ class PreparedUpdate:
     old: Sequence[Sequence[torch.Tensor]]
     compared: int
 
-    def commit(self, model: torch.nn.Module) -> None:
+    def commit(self, model: torch.nn.Module, way: Way) -> None:
         """Write and read back. Collective over the engine's workers; generation must be paused.
 
         Raises:
@@ -55,7 +55,7 @@ class PreparedUpdate:
             if not (self.plan.is_current(model) and self._is_still_old()):
                 raise ApplyError("live weights were changed since this update was prepared", hint="Ask again.")
             is_written = True
-            apply(model, self.mapped)
+            apply(model, self.mapped, way)
             verify_new(self.mapped)
         except BaseException as error:  # noqa: BLE001 - whatever it was, the other workers must hear of it
             failure = error
