@@ -10,7 +10,7 @@ The way of the data, and where to read it::
     stage.decode              decode: files -> patches, every position checked
     stage.merge               merge: several versions -> one update, last writer wins
     stage.stager              stage: the process that does the three above while generation goes on
-    engine.loader             apply: the only work inside the pause
+    engine.apply              apply: the only work inside the pause
     engine.verify             verify: live weights against what was staged
 
 Importing this package imports neither vLLM nor torch.
