@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,8 @@ class StepStatistics:
 
     Attributes:
         grad_norm: gradient norm before clipping.
-        logprob_gap: mean absolute difference between the trainer's (fp32) and the engine's (bf16) log-probability of
-            a sampled token. Small only if both have the same weights but for rounding.
+        logprob_gap: mean absolute difference between the trainer's and the engine's log-probability of a sampled
+            token. It is as small as their arithmetic lets it be only if both compute with the same weights.
         groups_used: groups whose rewards differ; the others have no gradient and are left out.
     """
 
@@ -52,6 +54,9 @@ class StepStatistics:
 
 class Policy:
     """A causal language model of transformers with its optimizer.
+
+    Mixed precision as trainers do it: the optimizer moves fp32 master weights, the forward pass computes with their
+    bf16 values, which are the ones that the engine serves. (The arithmetic is fp32; many CPUs are slow at bf16.)
 
     Args:
         model: fp32 master weights.
@@ -87,7 +92,7 @@ def advantages(group: Group) -> torch.Tensor:
 
 
 def completion_logprobs(model: nn.Module, batch: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the model's log-probabilities of the completions' tokens, and the mask of the real ones.
+    """Return the served model's log-probabilities of the completions' tokens, and the mask of the real ones.
 
     Both have the shape (completions, longest completion). A group's one prompt goes through the model once, and its
     completions go on from its keys and values.
@@ -100,13 +105,18 @@ def completion_logprobs(model: nn.Module, batch: Sequence[Group]) -> tuple[torch
     for row, item in enumerate(items):
         targets[row, : len(item.completion)] = torch.tensor(item.completion)
         mask[row, : len(item.completion)] = 1
-    head = model(input_ids=prompts, use_cache=True, logits_to_keep=1)
+    served = {name: master.bfloat16().float() for name, master in model.named_parameters()}
+
+    def forward(**inputs: Any) -> Any:
+        return functional_call(model, served, kwargs={**inputs, "use_cache": True})
+
+    head = forward(input_ids=prompts, logits_to_keep=1)
     logits = head.logits.repeat_interleave(len(batch[0]), dim=0)
     if length > 1:
         cache = head.past_key_values
         cache.batch_repeat_interleave(len(batch[0]))
         present = torch.cat([torch.ones(len(items), prompts.shape[1]), mask[:, :-1]], dim=1).long()
-        rest = model(input_ids=targets[:, :-1], attention_mask=present, past_key_values=cache, use_cache=True)
+        rest = forward(input_ids=targets[:, :-1], attention_mask=present, past_key_values=cache)
         logits = torch.cat([logits, rest.logits], dim=1)
     return logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1), mask
 
