@@ -73,7 +73,6 @@ def run(settings: Settings) -> Verdict:
         final_reward = mean_reward(sample(settings.steps + 1, settings, task, server.client))
         live = state_of(server.client, settings, task)
         report.after(final_reward, publisher.version, server.client.weight_version())
-        report.answers(task, before, live)
 
     trainer = dict(served_tensors(model, base))
     materialize_newest(settings, base, publisher.version)
@@ -84,8 +83,7 @@ def run(settings: Settings) -> Verdict:
     verdict = judge(trainer, before, live, fresh)
     verdict.weight_problems += compare_checkpoint(trainer, settings.final)
     report.write_files(settings, base, records, final_reward, verdict)
-    report.conclusion(settings, records, verdict, live)
-    report.farewell(settings, time.monotonic() - started)
+    report.conclusion(settings, task, before, live, verdict, seconds=time.monotonic() - started)
     return verdict
 
 

@@ -23,7 +23,6 @@ from vllm_delta_snapshot.checkpoint import Checkpoint
 
 NAMES = {"smollm2": "SmolLM2-135M-Instruct", "tiny": "a tiny random Llama"}
 MOST_PROBLEMS = 10
-MOST_ANSWERS = 4
 
 
 def model_name(settings: Settings) -> str:
@@ -32,9 +31,8 @@ def model_name(settings: Settings) -> str:
 
 
 def announce_base(settings: Settings) -> None:
-    """Say what is about to be loaded; converting SmolLM2 takes half a minute, the first time."""
-    where = settings.model or settings.cache
-    _say("model", f"{model_name(settings)}, as a bf16 checkpoint in {_short(where)}")
+    """Say what is about to be loaded; converting it the first time takes half a minute."""
+    _say("model", f"{model_name(settings)}; the converted checkpoint is kept in {_short(settings.cache)}")
 
 
 def trainer(base: Path, model: nn.Module, settings: Settings, task: Task) -> None:
@@ -107,45 +105,32 @@ def write_files(
     )
 
 
-def answers(task: Task, before: ServerState, live: ServerState) -> None:
-    """Print greedy answers of the base and the final weights, those first that changed."""
-    pairs = [(list(a), list(b)) for a, b in zip(before.tokens, live.tokens, strict=True)]
-    changed = [index for index, (a, b) in enumerate(pairs) if a != b]
-    print(f"training changed {len(changed)} of {len(pairs)} greedy answers")
-    for index in changed[:MOST_ANSWERS]:
-        print(f"  {task.show(index, pairs[index][0])}  became  {task.show(index, pairs[index][1])}")
-
-
-def conclusion(settings: Settings, records: Sequence[StepRecord], verdict: Verdict, live: ServerState) -> None:
-    """Print whether everything is equal, and what is not."""
-    gaps = [record.logprob_gap for record in records if record.groups_used]
-    print(f"\nlive weights == trainer weights: {_yes_no(verdict.weight_problems)}")
+def conclusion(
+    settings: Settings, task: Task, before: ServerState, live: ServerState, verdict: Verdict, *, seconds: float
+) -> None:
+    """Print what was learned, whether everything is equal, and what to try next."""
+    for index in range(min(3, len(task.prompts))):
+        print(f"  before  {task.show(index, before.tokens[index])}")
+        print(f"  after   {task.show(index, live.tokens[index])}")
+    moved = sum(list(a) != list(b) for a, b in zip(before.tokens, live.tokens, strict=True))
+    print(f"greedy answers that training changed: {moved} of {len(live.tokens)}\n")
+    print(f"live weights == trainer weights: {_yes_no(verdict.weight_problems)}")
     print(
         f"  ({verdict.parameters} checksums of live parameters: {verdict.compared} compared with the trainer's tensors,"
         f" all with a fresh server on {_short(settings.final)})"
     )
-    print(f"greedy tokens equal: {_yes_no(verdict.token_problems)}")
-    print(f"  ({len(live.tokens)} prompts, the live and the fresh server)")
-    if gaps:
-        print(
-            "log-probabilities of the sampled tokens, trainer and live server: "
-            f"{min(gaps):.3f} to {max(gaps):.3f} apart on average of a step"
-        )
+    print(f"greedy tokens equal: {_yes_no(verdict.token_problems)}  ({len(live.tokens)} prompts, live and fresh)")
     problems = [*verdict.weight_problems, *verdict.token_problems]
     for problem in problems[:MOST_PROBLEMS]:
         print(f"  differs: {problem}")
     if len(problems) > MOST_PROBLEMS:
         print(f"  and {len(problems) - MOST_PROBLEMS} more, all in {_short(settings.out / 'steps.json')}")
-
-
-def farewell(settings: Settings, seconds: float) -> None:
-    """Say what was written and what to try next."""
-    sync, out = _short(settings.sync_dir), _short(settings.out)
-    print(f"\n{seconds:.0f} s in all. Wrote {out}/density_and_reward.png and {out}/steps.json. Try next:")
-    print(f"  delta-snapshot log {sync}")
+    sync = _short(settings.sync_dir)
+    print(f"\n{seconds:.0f} s in all. Wrote {_short(settings.out)}/density_and_reward.png and steps.json. Try next:")
     print(f"  delta-snapshot verify {sync}")
+    print(f"  delta-snapshot log {sync}")
     print(f"  delta-snapshot inspect {sync}@{settings.steps}")
-    print(f"  delta-snapshot materialize {sync}@1 {out}/version-1")
+    print(f"  delta-snapshot materialize {sync}@1 {_short(settings.out / 'version-1')}")
 
 
 def _say(role: str, text: str) -> None:

@@ -83,7 +83,7 @@ class TokenParity:
 
     def show(self, question: int, completion: Sequence[int]) -> str:
         """See `Task.show`."""
-        return f"question {question} {list(completion[:5])}"
+        return f"{list(self.prompts[question])} {list(completion)}"
 
 
 def make_task(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Task:
