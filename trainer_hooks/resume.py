@@ -8,13 +8,10 @@ numbers go on after the newest version: no change is lost, no number used twice.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 
 from trainer_hooks.baseline import Baseline
-from vllm_delta_snapshot.chain import plan_chain
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.delta_folder import TOOL, utc_now
 from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, RunMismatch, VerifyError
@@ -23,8 +20,7 @@ from vllm_delta_snapshot.format.digest import format_digest, state_digest
 from vllm_delta_snapshot.format.run import BaseIdentity, RunInfo
 from vllm_delta_snapshot.format.wire import SpecEntry
 from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.decode import decode
-from vllm_delta_snapshot.stage.fetch import fetch
+from vllm_delta_snapshot.stage.replay import opened_version, plan_from_base
 
 __all__ = ["PublishedState", "open_run"]
 
@@ -104,18 +100,10 @@ def _check_base(folder: RunFolder, run: RunInfo, base: Checkpoint) -> None:
 def _replay(folder: RunFolder, baseline: Baseline, run: RunInfo, version: int) -> str:
     if version == 0:
         return run.base.state_digest
-    plan = plan_chain(
-        folder.versions(),
-        folder.read_version,
-        base_version=0,
-        base_state_digest=run.base.state_digest,
-        version=version,
-    )
+    plan = plan_from_base(folder, version)
     for record in plan.steps:
-        metadata = folder.read_metadata(record)
-        with tempfile.TemporaryDirectory(prefix="delta-snapshot-") as temporary:
-            fetch(folder.store, record, metadata, Path(temporary))
-            baseline.advance(decode(metadata, Path(temporary), baseline.specs))
+        with opened_version(folder, record, baseline.specs) as (_, patches):
+            baseline.advance(patches)
     found = format_digest(state_digest(baseline.items()))
     if found != plan.state_digest:
         raise VerifyError(

@@ -17,15 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_snapshot.chain import ChainPlan, plan_chain
+from vllm_delta_snapshot.chain import ChainPlan
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import BaseMismatch, DeltaSnapshotError, StageError, VerifyError
 from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.decode import decode
-from vllm_delta_snapshot.stage.fetch import fetch
+from vllm_delta_snapshot.stage.replay import opened_version, plan_from_base
 from vllm_delta_snapshot.types import TensorPatch
 
-__all__ = ["PROVENANCE_NAME", "MaterializeReport", "materialize", "patch_checkpoint_copy"]
+__all__ = ["PROVENANCE_NAME", "MaterializeReport", "materialize"]
 
 PROVENANCE_NAME = "delta_snapshot.json"
 """A small file beside the weights that says which version of which run they are. Nothing depends on it."""
@@ -69,8 +68,7 @@ def materialize(
         StageError: `out` is in use or cannot be written.
     """
     run = folder.read_run()
-    specs = dict(run.specs())
-    base.check_fits(specs, what=f"run {run.run_id}")
+    base.check_fits(dict(run.specs()), what=f"run {run.run_id}")
     if base.state_digest != run.base.state_digest:
         raise BaseMismatch(
             "this is not the base checkpoint of the run",
@@ -78,13 +76,7 @@ def materialize(
             expected=f"state digest {run.base.state_digest} ({run.base.name})",
             found=f"state digest {base.state_digest}",
         )
-    plan = plan_chain(
-        folder.versions(),
-        folder.read_version,
-        base_version=0,
-        base_state_digest=run.base.state_digest,
-        version=version,
-    )
+    plan = plan_from_base(folder, version)
     out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StageError("the output is not an empty folder", file=str(out), hint="Give a new folder.")
@@ -106,28 +98,13 @@ def materialize(
     return MaterializeReport(str(out), run.run_id, version, plan.state_digest, changed)
 
 
-def patch_checkpoint_copy(checkpoint: Checkpoint, out: Path, versions: Sequence[Sequence[TensorPatch]]) -> None:
-    """Copy a checkpoint's folder to `out` and write patches into the copy, in order.
-
-    Raises:
-        OSError: `out` cannot be written.
-    """
-    _copy(checkpoint, out)
-    for patches in versions:
-        _write_patches(checkpoint, out, patches)
-
-
 def _build(folder: RunFolder, base: Checkpoint, plan: ChainPlan, work: Path, progress: Progress | None) -> int:
-    specs = dict(folder.read_run().specs())
     _copy(base, work)
-    fetched = work / ".fetched"
     changed = 0
     for done, record in enumerate(plan.steps, start=1):
-        metadata = folder.read_metadata(record)
-        fetch(folder.store, record, metadata, fetched)
-        _write_patches(base, work, decode(metadata, fetched, specs))
+        with opened_version(folder, record, base.specs, scratch=work) as (metadata, patches):
+            _write_patches(base, work, patches)
         changed += metadata.changed_elements
-        shutil.rmtree(fetched)
         if progress:
             progress(done, len(plan.steps))
     return changed

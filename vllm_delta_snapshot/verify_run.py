@@ -7,17 +7,14 @@ into the store.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, DeltaSnapshotError, StoreUnavailable
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.version import VersionRecord
 from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.decode import decode
-from vllm_delta_snapshot.stage.fetch import fetch
+from vllm_delta_snapshot.stage.replay import opened_version
 
 __all__ = ["RunProblem", "RunVerification", "verify_run"]
 
@@ -76,7 +73,7 @@ def verify_run(folder: RunFolder, *, progress: Progress | None = None) -> RunVer
         StoreUnavailable: the store went away.
     """
     run = folder.read_run()
-    run.specs()
+    specs = run.specs()
     existing = folder.versions()
     result = RunVerification(run.run_id, versions=len(existing), newest=max(existing, default=0))
     expected_version, expected_digest = 0, run.base.state_digest
@@ -88,7 +85,8 @@ def verify_run(folder: RunFolder, *, progress: Progress | None = None) -> RunVer
             expected = (expected_version, expected_digest)
             expected_version, expected_digest = version, record.state_digest
             _check_link(record, *expected)
-            _check_payload(folder, record)
+            with opened_version(folder, record, specs):
+                pass  # that it opens is the check
         except StoreUnavailable:
             raise
         except DeltaSnapshotError as error:
@@ -116,13 +114,6 @@ def _check_link(record: VersionRecord, version: int, state_digest: str) -> None:
             expected=f"base version {version} with state digest {state_digest}",
             found=f"base version {record.base_version} with state digest {record.base_state_digest}",
         )
-
-
-def _check_payload(folder: RunFolder, record: VersionRecord) -> None:
-    metadata = folder.read_metadata(record)
-    with tempfile.TemporaryDirectory(prefix="delta-snapshot-") as temporary:
-        fetch(folder.store, record, metadata, Path(temporary))
-        decode(metadata, Path(temporary), folder.read_run().specs())
 
 
 def _delta_folders(folder: RunFolder) -> list[str]:
