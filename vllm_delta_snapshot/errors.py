@@ -21,7 +21,8 @@
     |  `- VersionConflict            another trainer committed this version
     |- SourceError                   the trainer's tensors do not fit the base checkpoint
     |- StageError                    staging failed or did not end in time
-    |  `- NotStaged                  not there yet; ask again
+    |  |- NotStaged                  not there yet; ask again
+    |  `- MirrorBusy                 a worker reads the mirror just now; try again
     |- ApplyError                    the engine cannot take this update; its weights are unchanged
     |  |- TensorRefused              named tensors that no way can serve
     |  `- WeightsUncertain           half applied and not undone: never resume this worker
@@ -50,6 +51,7 @@ __all__ = [
     "ExclusiveCreateUnsupported",
     "FormatError",
     "LimitExceeded",
+    "MirrorBusy",
     "NotStaged",
     "ObjectExists",
     "ObjectNotFound",
@@ -242,6 +244,10 @@ class StageError(DeltaSnapshotError):
 
 class NotStaged(StageError):
     """The version is not staged yet."""
+
+
+class MirrorBusy(StageError):
+    """The mirror cannot be written while a worker reads it, or another process writes it."""
 
 
 class ApplyError(DeltaSnapshotError):

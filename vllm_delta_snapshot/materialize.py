@@ -11,18 +11,16 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from vllm_delta_snapshot.chain import ChainPlan
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import BaseMismatch, DeltaSnapshotError, StageError, VerifyError
+from vllm_delta_snapshot.patch_files import copy_checkpoint, write_patches
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.replay import opened_version, plan_from_base
-from vllm_delta_snapshot.types import TensorPatch
 
 __all__ = ["PROVENANCE_NAME", "MaterializeReport", "materialize"]
 
@@ -99,39 +97,15 @@ def materialize(
 
 
 def _build(folder: RunFolder, base: Checkpoint, plan: ChainPlan, work: Path, progress: Progress | None) -> int:
-    _copy(base, work)
+    copy_checkpoint(base, work)
     changed = 0
     for done, record in enumerate(plan.steps, start=1):
         with opened_version(folder, record, base.specs, scratch=work) as (metadata, patches):
-            _write_patches(base, work, patches)
+            write_patches(base, work, patches)
         changed += metadata.changed_elements
         if progress:
             progress(done, len(plan.steps))
     return changed
-
-
-def _copy(checkpoint: Checkpoint, out: Path) -> None:
-    weights = {file.path.name for file in checkpoint.files}
-    out.mkdir(parents=True, exist_ok=True)
-    for path in checkpoint.folder.iterdir():
-        is_other_weights = path.name.endswith((".safetensors", ".bin", ".pt", ".pth", ".gguf"))
-        if path.is_file() and (path.name in weights or not is_other_weights):
-            shutil.copyfile(path, out / path.name)
-
-
-def _write_patches(checkpoint: Checkpoint, out: Path, patches: Sequence[TensorPatch]) -> None:
-    place_of = {name: (file.path.name, file.offset(name)) for file in checkpoint.files for name in file.specs}
-    opened: dict[str, np.memmap[tuple[int], np.dtype[np.uint8]]] = {}
-    for patch in patches:
-        if not patch.changed:
-            continue
-        file, offset = place_of[patch.spec.name]
-        if file not in opened:
-            opened[file] = np.memmap(out / file, dtype=np.uint8, mode="r+")
-        flat = opened[file][offset : offset + patch.spec.num_bytes].view(patch.spec.element.bits)
-        flat[patch.positions] = patch.values
-    for data in opened.values():
-        data.flush()
 
 
 def _check(work: Path, plan: ChainPlan) -> None:

@@ -90,7 +90,7 @@ def test_merged_update_knows_the_digest_of_the_values_it_replaces(host: Host, ru
 
 
 def test_stager_goes_on_from_where_the_worker_is(host: Host, run: TinyRun) -> None:
-    host.workers[0].set_version(2)
+    host.workers[0].tell(2)
     host.stager.step()
     assert host.staged() == {"00000002-00000003"}
     check_update(host, run, 2, 3)
@@ -103,7 +103,7 @@ def test_new_version_is_staged_beside_the_old_one_until_the_worker_has_moved(hos
     run.history.append(run.trainer.state())
     host.stager.step()
     assert host.staged() == {"00000000-00000003", "00000000-00000004"}
-    host.workers[0].set_version(3)
+    host.workers[0].tell(3)
     host.stager.step()
     assert host.staged() == {"00000003-00000004"}
     check_update(host, run, 3, 4)
@@ -118,7 +118,7 @@ def test_version_that_a_worker_wants_is_staged_too(host: Host, run: TinyRun) -> 
 
 
 def test_worker_that_comes_late_gets_an_update_of_its_own(host: Host, run: TinyRun) -> None:
-    host.workers[0].set_version(3)
+    host.workers[0].tell(3)
     host.stager.step()
     host.workers.append(Attachment(host.area))  # from the base; what it needs was forgotten
     host.stager.step()
@@ -205,7 +205,7 @@ def test_checkpoint_of_something_else_fails_for_good(run: TinyRun, tmp_path: Pat
 def test_empty_delta_is_staged(host: Host, run: TinyRun) -> None:
     run.publisher.publish()
     run.history.append(run.trainer.state())
-    host.workers[0].set_version(3)
+    host.workers[0].tell(3)
     host.stager.step()
     assert check_update(host, run, 3, 4).tensors == ()
 

@@ -1,40 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply: write prepared patches into the live weights, by the way that was chosen when the engine was initialized.
+"""Apply: write a prepared update into the live weights, and read it back.
 
-`scatter` writes each element to the place that the load plan knows: one indexed write per live tensor, whose cost grows
-with the changes. `loader` is vLLM's own way, the reference, whose cost grows with the tensors; what it cannot carry
-(NaN, integers) is scattered.
+`scatter` writes each element to the place that the load plan knows: one indexed write per live storage, whose cost
+grows with the changes. `loader` is vLLM's own way, the reference, whose cost grows with the tensors; what it cannot
+carry (NaN, integers) is scattered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
-from vllm_delta_snapshot.engine.live import MappedPatch
+from vllm_delta_snapshot.engine.lanes import LiveLane
 from vllm_delta_snapshot.engine.loader import apply_by_loader, is_for_loader
+from vllm_delta_snapshot.engine.updates import Update
+from vllm_delta_snapshot.engine.ways import Way
+from vllm_delta_snapshot.errors import VerifyError
 
-__all__ = ["Way", "apply"]
-
-Way = Literal["scatter", "loader"]
+__all__ = ["apply"]
 
 
-def apply(model: torch.nn.Module, mapped: Sequence[MappedPatch], way: Way) -> None:
-    """Write every patch. Not atomic: the caller keeps the old values.
+def apply(model: torch.nn.Module, lanes: Sequence[LiveLane], update: Update, way: Way) -> None:
+    """Write every lane. Not atomic: the caller keeps the old values.
 
     Args:
         model: the live model.
-        mapped: the patches with their places.
+        lanes: the update on this worker.
+        update: the same, as it was staged.
         way: how.
 
     Raises:
+        VerifyError: an element does not have the published bits.
         Exception: whatever the model's loader raises; some weights may be written.
     """
-    by_loader = {id(item) for item in mapped if way == "loader" and is_for_loader(item.patch)}
-    if by_loader:
-        apply_by_loader(model, [item.patch for item in mapped if id(item) in by_loader])
-    for item in mapped:
-        if id(item) not in by_loader:
-            item.write_new()
+    if way == "loader":
+        here = {run.name for lane in lanes for run in lane.lane.runs}
+        patches = [patch for patch in update.patches() if patch.spec.name in here and is_for_loader(patch)]
+        apply_by_loader(model, patches)
+        carried = {patch.spec.name for patch in patches}
+        for lane in lanes:
+            by_loader = all(run.name in carried for run in lane.lane.runs)
+            _require(lane.holds_new() if by_loader else lane.write(), lane)
+        return
+    for lane in lanes:
+        _require(lane.write(), lane)
+
+
+def _require(is_right: bool, lane: LiveLane) -> None:
+    if not is_right:
+        raise VerifyError(
+            "a weight does not have the published bits after it was written",
+            tensor=", ".join(sorted({run.name for run in lane.lane.runs})[:3]),
+        )

@@ -18,7 +18,6 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from vllm_delta_snapshot.engine.agree import agree
-from vllm_delta_snapshot.engine.apply import Way
 from vllm_delta_snapshot.engine.compat import check_vllm, checkpoint_folder
 from vllm_delta_snapshot.engine.fitness import Fitness, check_fitness
 from vllm_delta_snapshot.engine.load_plan import LoadPlan
@@ -26,6 +25,7 @@ from vllm_delta_snapshot.engine.log import logger
 from vllm_delta_snapshot.engine.messages import DeltaSnapshotInitInfo, DeltaSnapshotUpdateInfo
 from vllm_delta_snapshot.engine.transaction import PreparedUpdate, prepare
 from vllm_delta_snapshot.engine.updates import Update, openrl_update, staged_update
+from vllm_delta_snapshot.engine.ways import Way, summary_of
 from vllm_delta_snapshot.errors import ApplyError, OutOfOrder, RunMismatch, WeightsUncertain
 from vllm_delta_snapshot.stage.area import StagerConfig, default_stage_root
 from vllm_delta_snapshot.stage.handoff import Handoff
@@ -57,7 +57,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         super().__init__(config, vllm_config, device, model)
         check_vllm()
         self._handoff: Handoff | None = None
-        self._fitness = Fitness(LoadPlan(), {}, {})
+        self._fitness = Fitness(LoadPlan(), {})
         self._at = _Weights("", 0, "")
         # What the weights became by updates; kept over a shutdown, since the weights are kept too.
         self._moved_to: _Weights | None = None
@@ -65,7 +65,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         self._way: Way = "scatter"
         self._is_ready = False
         self._is_uncertain = False
-        self._prepared: tuple[Update, PreparedUpdate] | None = None
+        self._prepared: PreparedUpdate | None = None
         self._applied: Update | None = None
         if device.type == "cpu":
             logger.info("CPU backend: weights are kept plain, not packed, so that updates reach them")
@@ -86,7 +86,10 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         started = time.monotonic()
         self.shutdown()
         folder = checkpoint_folder(self.model_config, self.vllm_config.load_config, init_info.checkpoint)
-        self._fitness = check_fitness(self.model, folder, init_info.skip, are_weights_as_loaded=self._moved_to is None)
+        self._way = init_info.apply
+        self._fitness = check_fitness(
+            self.model, folder, init_info.skip, way=self._way, are_weights_as_loaded=self._moved_to is None
+        )
         failure: BaseException | None = None
         try:
             if init_info.sync_dir is not None:
@@ -99,14 +102,12 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
             self.shutdown()
             raise
         self._is_ready = True
-        self._way = init_info.apply
         logger.info(
-            "initialized run=%s version=%d tensors=%d skipped=%d apply=%s seconds=%.3f",
+            "initialized run=%s version=%d tensors=%d %s seconds=%.3f",
             self._at.run_id or None,
             self._at.version,
             len(self._fitness.specs),
-            len(self._fitness.skipped),
-            self._way,
+            summary_of(self._fitness.choices),
             time.monotonic() - started,
         )
 
@@ -135,12 +136,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         self._require_ready()
         if update_info.action == "check":
             return
-        failure: BaseException | None = None
-        try:
-            self._prepare(update_info)
-        except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
-            failure = error
-        agree(failure, (self._at, self._prepared is not None))
+        self._prepare(update_info)
         if update_info.action == "apply":
             self._apply()
 
@@ -164,7 +160,8 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
     def _follow(self, init_info: DeltaSnapshotInitInfo, sync_dir: str, folder: Path) -> None:
         config = StagerConfig(sync_dir=sync_dir, checkpoint=str(folder))
         root = Path(init_info.stage_dir) if init_info.stage_dir else default_stage_root()
-        self._handoff = Handoff(config, root, timeout_s=init_info.init_timeout_s)
+        places = self._fitness.plan.places
+        self._handoff = Handoff(config, root, places, timeout_s=init_info.init_timeout_s)
         run_id = self._handoff.read_run().run_id
         if self._moved_to is None:
             self._at = _Weights(run_id, self._handoff.start_version, self._handoff.start_digest)
@@ -191,15 +188,29 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
             self._handoff.set_version(applied.version)
 
     def _prepare(self, update_info: DeltaSnapshotUpdateInfo) -> None:
-        ready = None if self._prepared is None else self._prepared[0].version
-        if ready is not None and ready == update_info.version:
-            return
-        self._prepared = None
-        update = self._find_update(update_info)
+        """Have the update ready to be written; do nothing if it is, or if there is nothing to write."""
+        failure: BaseException | None = None
+        update: Update | None = None
+        prepared = self._prepared
+        is_ready = prepared is not None and prepared.update.version is not None
+        if not (is_ready and prepared is not None and prepared.update.version == update_info.version):
+            prepared = self._prepared = None
+            try:
+                self._refresh()
+                update = self._find_update(update_info)
+            except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
+                failure = error
+        agree(failure, (self._at, prepared is None, update is None))
         if update is not None:
-            self._fitness = self._fitness.refreshed(self.model)
-            prepared = prepare(self._fitness, update.patches, update.old_digests)
-            self._prepared = (update, prepared)
+            self._prepared = prepare(self._fitness, update)
+
+    def _refresh(self) -> None:
+        """Find weights again that were re-created, by sleeping or by a reload."""
+        fitness = self._fitness.refreshed(self.model)
+        if fitness is not self._fitness:
+            self._fitness = fitness
+            if self._handoff is not None:
+                self._handoff.set_places(fitness.plan.places)
 
     def _find_update(self, update_info: DeltaSnapshotUpdateInfo) -> Update | None:
         """Return the update asked for; ``None`` if the engine has that version already."""
@@ -215,17 +226,11 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         if version == self._at.version:
             return None
         if version < self._at.version:
-            raise OutOfOrder(
-                "the engine cannot go back to an earlier version",
-                expected=f"version {self._at.version} or later",
-                found=f"version {version}",
-                hint="Materialize that version and start an engine from it.",
-            )
+            self._require_rollback(update_info, version)
         timeout_s = self._stage_timeout_s if update_info.timeout_s is None else update_info.timeout_s
         timeout_s = timeout_s if update_info.action == "apply" else 0.0
-        folder = self._handoff.wait(self._at.version, version, timeout_s=timeout_s)
         return staged_update(
-            folder,
+            self._handoff.wait(self._at.version, version, timeout_s=timeout_s),
             self._fitness.specs,
             run_id=self._at.run_id,
             base_version=self._at.version,
@@ -240,26 +245,43 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
                 file=str(folder),
                 hint="Initialize the engine without a sync_dir to apply OpenRL folders.",
             )
-        return openrl_update(folder, self._fitness.specs)
+        return openrl_update(folder, self._fitness.specs, self._fitness.plan.places)
+
+    def _require_rollback(self, update_info: DeltaSnapshotUpdateInfo, version: int) -> None:
+        start = 0 if self._handoff is None else self._handoff.start_version
+        if not update_info.allow_rollback:
+            raise OutOfOrder(
+                "the engine is past that version",
+                expected=f"version {self._at.version} or later",
+                found=f"version {version}",
+                hint='To go back on purpose, say so: update_info {"version": N, "allow_rollback": true}.',
+            )
+        if version < start:
+            raise OutOfOrder(
+                "the engine cannot go back to before its checkpoint",
+                expected=f"version {start} or later",
+                found=f"version {version}",
+                hint="Start an engine from that version: delta-snapshot materialize <sync_dir>@N <folder>",
+            )
 
     def _apply(self) -> None:
         if self._prepared is None:
             logger.info("nothing to apply version=%d", self._at.version)
             return
         started = time.monotonic()
-        (update, prepared), self._prepared = self._prepared, None
+        prepared, self._prepared = self._prepared, None
         try:
             prepared.commit(self.model, self._way)
         except WeightsUncertain:
             self._is_uncertain = True
             raise
-        self._applied = update
+        update = self._applied = prepared.update
         logger.info(
             "applied version=%s changed=%d tensors=%d proven=%d seconds=%.4f",
             update.version,
-            sum(patch.changed for patch in update.patches),
-            len(update.patches),
-            prepared.compared,
+            sum(update.changed.values()),
+            len(update.changed),
+            prepared.proven,
             time.monotonic() - started,
         )
 

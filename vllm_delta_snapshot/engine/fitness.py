@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fitness: can this engine be updated in place? Decided once, at init, by what is there and never by model name.
+"""Fitness: can this engine be updated, and each tensor in which way? Decided once, at init, by what is there.
 
-Three checks. Layers: none is quantized and none computes from a packed copy. Places: every tensor of the checkpoint
-has an exact place on some worker. Bits: the live weights at sampled positions are those of the checkpoint, which finds
-every layout that the first two do not know (shuffled, transposed, padded, converted, or simply other weights).
+Never by model name. Layers: what they are (`engine.layers`). Places: every tensor of the checkpoint has an exact
+place on some worker (`engine.load_plan`, `engine.index_probe`). Bits: the live weights at sampled positions are those
+of the checkpoint, which finds every layout that the first two do not know. Memory: what is written through the plan
+is there when read, and can be undone.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
@@ -20,17 +20,21 @@ import torch
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.engine.agree import agree, gather_from_workers
-from vllm_delta_snapshot.engine.cpu import is_plain_linear
-from vllm_delta_snapshot.engine.live import map_patch
-from vllm_delta_snapshot.engine.load_plan import LoadPlan, PlanSummary, record_load_plan
+from vllm_delta_snapshot.engine.lanes import ready_lane
+from vllm_delta_snapshot.engine.layers import examine_layers, refuse_layers
+from vllm_delta_snapshot.engine.live import gather, scatter
+from vllm_delta_snapshot.engine.load_plan import LoadPlan, PlanSummary, record_load_plan, with_probed_places
 from vllm_delta_snapshot.engine.log import logger
-from vllm_delta_snapshot.errors import BaseMismatch, TensorRefused
+from vllm_delta_snapshot.engine.ways import Choice, Way, summary_of, table_of
+from vllm_delta_snapshot.errors import ApplyError, BaseMismatch, TensorRefused
+from vllm_delta_snapshot.stage.mapping import map_update
 from vllm_delta_snapshot.types import Positions, TensorPatch, TensorSpec, position_dtype
 
-__all__ = ["Fitness", "check_fitness", "check_layers", "check_live_bits", "check_places"]
+__all__ = ["Fitness", "check_fitness", "check_live_bits", "check_memory", "choose_ways"]
 
 _SAMPLE_BLOCKS: Final = 16
 _SAMPLE_BLOCK: Final = 256
+_PROBED: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +44,17 @@ class Fitness:
     Attributes:
         plan: where this worker holds the checkpoint's tensors.
         specs: the checkpoint's tensors.
-        skipped: the tensors that updates leave out, and why.
+        choices: by name, the way in which each is served.
     """
 
     plan: LoadPlan
     specs: Mapping[str, TensorSpec]
-    skipped: Mapping[str, str]
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+
+    @property
+    def skipped(self) -> frozenset[str]:
+        """The tensors that updates leave out."""
+        return frozenset(name for name, choice in self.choices.items() if choice.way == "skip")
 
     def refreshed(self, model: torch.nn.Module) -> Fitness:
         """Return this with a current plan: recorded again if the model's tensors were re-created since.
@@ -57,21 +66,25 @@ class Fitness:
         if self.plan.is_current(model):
             return self
         logger.info("parameters were re-created: recording their places again")
-        check_layers(model)
-        plan = record_load_plan(model, self.specs)
-        lost = [name for name in self.plan.segments if self.plan.is_exact(name) and not plan.is_exact(name)]
+        plan = _record(model, self.specs)
+        exact = [name for name in self.plan.places.pieces if self.plan.is_exact(name)]
+        plan = with_probed_places(model, plan, [self.specs[name] for name in exact if not plan.is_exact(name)])
+        lost = [name for name in exact if not plan.is_exact(name)]
         if lost:
             raise TensorRefused("tensors lost their exact place when they were re-created", tensor=", ".join(lost[:5]))
-        return Fitness(plan, self.specs, self.skipped)
+        return Fitness(plan, self.specs, self.choices)
 
 
-def check_fitness(model: Any, folder: Path, skip: Iterable[str], *, are_weights_as_loaded: bool) -> Fitness:
-    """Make all three checks. Collective over the engine's workers; writes no weight.
+def check_fitness(
+    model: Any, folder: Path, skip: Iterable[str], *, way: Way = "scatter", are_weights_as_loaded: bool
+) -> Fitness:
+    """Make all checks and choose. Collective over the engine's workers; every weight is afterwards what it was.
 
     Args:
         model: the live `torch.nn.Module`.
         folder: the checkpoint it was loaded from.
         skip: patterns of names that the user declared skippable.
+        way: how plain weights are written.
         are_weights_as_loaded: whether the live weights should still be the checkpoint's. After updates they are not;
             then their bits cannot be compared with it, and were when the engine was first initialized.
 
@@ -84,65 +97,68 @@ def check_fitness(model: Any, folder: Path, skip: Iterable[str], *, are_weights_
     failure: BaseException | None = None
     plan = LoadPlan()
     try:
-        check_layers(model)
         checkpoint = Checkpoint(folder)
-        plan = record_load_plan(model, checkpoint.specs)
+        plan = _record(model, checkpoint.specs)
     except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
         failure = error
     agree(failure)
     summaries: list[PlanSummary] = gather_from_workers(plan.summary())
-    skipped = check_places(summaries, checkpoint.specs, skip)
-    for name, reason in skipped.items():
-        logger.warning("updates will skip tensor=%s: %s", name, reason)
-    compared = check_live_bits(plan, checkpoint) if are_weights_as_loaded else 0
-    logger.info("fit for updates in place: tensors=%d elements_compared=%d", len(plan.segments), compared)
-    return Fitness(plan, checkpoint.specs, skipped)
+    rearranged = [
+        spec
+        for spec in checkpoint.specs.values()
+        if why_no_place(spec, summaries) and not any(spec.name in summary.problems for summary in summaries)
+    ]
+    if rearranged:
+        plan = with_probed_places(model, plan, rearranged)
+        summaries = gather_from_workers(plan.summary())
+    choices = choose_ways(summaries, checkpoint.specs, skip, way)
+    compared = 0
+    try:
+        compared = check_live_bits(plan, checkpoint) if are_weights_as_loaded else 0
+        check_memory(plan)
+    except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
+        failure = error
+    agree(failure)
+    for row in table_of(choices):
+        logger.info("way=%s tensors=%d example=%s %s", row[0], row[2], row[3], row[1])
+    logger.info("fit for updates: %s elements_compared=%d", summary_of(choices), compared)
+    return Fitness(plan, checkpoint.specs, choices)
 
 
-def check_layers(model: torch.nn.Module) -> None:
-    """Refuse models with quantized or packed layers.
-
-    Raises:
-        TensorRefused: some layer's loaded form is not the checkpoint's; names the layers.
-    """
-    refused = []
-    for name, module in model.named_modules():
-        reason = _why_not_plain(module)
-        if reason:
-            refused.append(f"{name} ({reason})")
-    if refused:
-        more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
-        raise TensorRefused(
-            "layers whose loaded form is not the checkpoint's cannot be patched in place",
-            tensor=", ".join(refused[:5]) + more,
-            hint="Serve the model unquantized.",
-        )
+def _record(model: Any, specs: Mapping[str, TensorSpec]) -> LoadPlan:
+    layers = examine_layers(model)
+    refuse_layers({**layers.refused, **layers.quantized})
+    return record_load_plan(model, specs, reasons=layers.reason_of_storages())
 
 
-def check_places(
-    summaries: Sequence[PlanSummary], specs: Mapping[str, TensorSpec], skip: Iterable[str]
-) -> dict[str, str]:
-    """Check that every tensor has an exact place on at least one worker.
+def choose_ways(
+    summaries: Sequence[PlanSummary], specs: Mapping[str, TensorSpec], skip: Iterable[str], way: Way
+) -> dict[str, Choice]:
+    """Choose for every tensor, and check that none is left without a way.
 
     Args:
         summaries: one of each worker of the engine.
         specs: the tensors of the checkpoint.
         skip: patterns of names that the user declared skippable.
+        way: how plain weights are written.
 
     Returns:
-        Why each skipped tensor was skipped, by name.
+        The choice for each tensor, by name.
 
     Raises:
-        TensorRefused: names every tensor that has no place and is not skippable.
+        TensorRefused: names every tensor that has no way and is not skippable.
     """
     patterns = list(skip)
-    refused: dict[str, str] = {}
-    skipped: dict[str, str] = {}
+    choices: dict[str, Choice] = {}
     for name, spec in specs.items():
-        reason = _why_no_place(spec, summaries)
-        if reason is not None:
-            target = skipped if any(fnmatchcase(name, pattern) for pattern in patterns) else refused
-            target[name] = reason
+        reason = why_no_place(spec, summaries)
+        if reason is None:
+            choices[name] = Choice(way)
+        elif any(fnmatchcase(name, pattern) for pattern in patterns):
+            choices[name] = Choice("skip", reason)
+        else:
+            choices[name] = Choice("refused", reason)
+    refused = {name: choice.reason for name, choice in choices.items() if choice.way == "refused"}
     if refused:
         listed = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:5])
         more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
@@ -151,17 +167,17 @@ def check_places(
             tensor=listed + more,
             hint='If the engine rightly has no use for them, name them in init_info: {"skip": ["pattern*"]}.',
         )
-    return skipped
+    return choices
 
 
-def _why_no_place(spec: TensorSpec, summaries: Sequence[PlanSummary]) -> str | None:
+def why_no_place(spec: TensorSpec, summaries: Sequence[PlanSummary]) -> str | None:
     """Return why the workers together have not an exact place for each element; ``None`` if they have."""
     for summary in summaries:
         if spec.name in summary.problems:
             return summary.problems[spec.name]
     # Workers hold equal slices (replicas) or disjoint ones; so the distinct slices add up to the whole.
     boxes = frozenset().union(*(summary.boxes.get(spec.name, frozenset()) for summary in summaries))
-    covered = sum(math.prod(shape) for _, shape, _ in boxes)
+    covered = sum(size for _, size in boxes)
     if covered == spec.numel:
         return None
     if covered == 0:
@@ -184,18 +200,42 @@ def check_live_bits(plan: LoadPlan, checkpoint: Checkpoint) -> int:
             continue
         positions = _sample(spec)
         patch = TensorPatch(spec, positions, checkpoint.bits(name)[positions])
-        mapped = map_patch(plan, patch)
-        compared += sum(place.size for place in mapped.places)
-        if not mapped.matches():
-            raise BaseMismatch(
-                "live weights are not those of the checkpoint, so this layer is laid out in another way, or the engine "
-                "was loaded from something else",
-                file=str(checkpoint.folder),
-                tensor=name,
-                hint="Start the engine from this checkpoint with load_format=auto; if it was, this layer's backend "
-                "re-lays out its weights and cannot be patched in place.",
-            )
+        for lane in map_update([patch], plan.places):
+            compared += lane.size
+            if not ready_lane(plan, lane).holds_new():
+                raise BaseMismatch(
+                    "live weights are not those of the checkpoint, so this layer is laid out in another way, or the "
+                    "engine was loaded from something else",
+                    file=str(checkpoint.folder),
+                    tensor=name,
+                    hint="Start the engine from this checkpoint with load_format=auto; if it was, this layer's backend "
+                    "re-lays out its weights and cannot be patched in place.",
+                )
     return compared
+
+
+def check_memory(plan: LoadPlan) -> None:
+    """Write, read and undo at some positions of every storage, through the plan.
+
+    Raises:
+        ApplyError: a storage does not hold what is written to it.
+    """
+    ends: dict[int, set[int]] = {}
+    name_of: dict[int, str] = {}
+    for name, piece in plan.places:
+        if piece.size:
+            name_of.setdefault(piece.storage, name)
+            ends.setdefault(piece.storage, set()).update(piece.extent)
+    for number, positions in ends.items():
+        flat = plan.storages[number].flat
+        index = torch.tensor(sorted(positions)[:_PROBED], dtype=torch.int64, device=flat.device)
+        old = gather(flat, index)
+        try:
+            is_written = scatter(flat, index, old ^ -1 if flat.dtype is not torch.uint8 else old ^ 255)
+        finally:
+            is_old = scatter(flat, index, old)
+        if not (is_written and is_old):
+            raise ApplyError("live weights do not keep what is written to them", tensor=name_of[number])
 
 
 def _sample(spec: TensorSpec) -> Positions:
@@ -205,22 +245,3 @@ def _sample(spec: TensorSpec) -> Positions:
     starts = np.linspace(0, spec.numel - _SAMPLE_BLOCK, _SAMPLE_BLOCKS).astype(np.int64)
     positions = (starts[:, None] + np.arange(_SAMPLE_BLOCK)).reshape(-1)
     return np.unique(positions).astype(position_dtype(spec.numel))
-
-
-def _why_not_plain(module: torch.nn.Module) -> str | None:
-    method: Any = getattr(module, "quant_method", None)
-    if method is not None and not isinstance(method, _plain_methods()):
-        return f"quantization method {type(method).__name__}"
-    if not is_plain_linear(module):
-        return "computes from a packed copy"
-    return None
-
-
-def _plain_methods() -> tuple[type, ...]:
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    # A KV cache method holds scales of the cache, not weights.
-    return (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod, BaseKVCacheMethod)

@@ -1,103 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live weights, read and written bit for bit through a load plan.
+"""Live weights, read and written bit for bit at positions of a storage.
 
-A `MappedPatch` is a patch with its places in this worker's storage. Gather, write, compare: integer views only, so no
-bit pattern is special.
+The only two things a pause does: `gather` and `scatter`. On the CPU both go through the positions in pieces that stay
+in the cache, so that reading back what was written costs little more than writing it. Integer views only: no bit
+pattern is special.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, Final
 
+import numpy as np
 import torch
 
-from vllm_delta_snapshot.engine.bits import bits_of, integer_of
-from vllm_delta_snapshot.engine.load_plan import LoadPlan
-from vllm_delta_snapshot.format.digest import patch_digest
-from vllm_delta_snapshot.types import TensorPatch
+from vllm_delta_snapshot.engine.threads import run_in_parts
 
-__all__ = ["MappedPatch", "Place", "map_patch"]
+__all__ = ["gather", "scatter", "to_device"]
+
+_CHUNK: Final = 8192
+_LEAST: Final = 1 << 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where some of a patch's elements lie.
+def gather(flat: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the elements at `index`.
 
-    Attributes:
-        storage: live storage, flat, as integers.
-        index: storage positions, int64, shape ``(k,)``.
-        selected: which elements of the patch these are, int64 on the host, shape ``(k,)``.
-        new: their new values, as integers on the storage's device.
+    Args:
+        flat: a storage as integers, flat.
+        index: positions, int64, shape ``(k,)``, on the device of `flat`.
     """
+    if flat.device.type != "cpu":
+        return flat.index_select(0, index)
+    out = torch.empty(index.numel(), dtype=flat.dtype)
+    source, where, found = flat.numpy(), index.numpy(), out.numpy()
 
-    storage: torch.Tensor
-    index: torch.Tensor
-    selected: torch.Tensor
-    new: torch.Tensor
+    def part(first: int, last: int) -> None:
+        # The positions were checked; mode="clip" only spares numpy a copy of the output.
+        np.take(source, where[first:last], out=found[first:last], mode="clip")
 
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return self.index.numel()
-
-    def gather(self) -> torch.Tensor:
-        """Return the values that are there now."""
-        return self.storage[self.index]
-
-    def write(self, values: torch.Tensor) -> None:
-        """Write values."""
-        self.storage[self.index] = values
+    run_in_parts(part, index.numel(), least=_LEAST)
+    return out
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MappedPatch:
-    """A patch and its places on this worker; none if the tensor, or the touched part of it, lies elsewhere."""
+def scatter(flat: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> bool:
+    """Write elements and read them back.
 
-    patch: TensorPatch
-    places: Sequence[Place]
+    Args:
+        flat: a storage as integers, flat.
+        index: positions, int64, shape ``(k,)``, on the device of `flat`.
+        values: the same type and device, shape ``(k,)``.
 
-    def gather(self) -> list[torch.Tensor]:
-        """Return the values that are there now, place by place."""
-        return [place.gather() for place in self.places]
+    Returns:
+        Whether every element now has its bits.
+    """
+    if flat.device.type != "cpu":
+        flat.index_copy_(0, index, values)
+        return bool(torch.equal(flat.index_select(0, index), values))
+    target, where, new = flat.numpy(), index.numpy(), values.numpy()
 
-    def write(self, values: Sequence[torch.Tensor]) -> None:
-        """Write values, place by place."""
-        for place, value in zip(self.places, values, strict=True):
-            place.write(value)
+    def part(first: int, last: int) -> bool:
+        is_right = True
+        for start in range(first, last, _CHUNK):
+            places = where[start : min(start + _CHUNK, last)]
+            bits = new[start : min(start + _CHUNK, last)]
+            target[places] = bits
+            is_right &= bool(np.array_equal(target[places], bits))
+        return is_right
 
-    def write_new(self) -> None:
-        """Write the patch."""
-        self.write([place.new for place in self.places])
-
-    def matches(self) -> bool:
-        """Say whether the live values are the patch's, bit for bit."""
-        return all(torch.equal(place.gather(), place.new) for place in self.places)
-
-    def digest_of(self, values: Sequence[torch.Tensor]) -> int | None:
-        """Return the digest of values gathered here, or ``None`` if this worker has not all of the patch's elements."""
-        found = torch.from_numpy(self.patch.values.view(f"<i{self.patch.values.dtype.itemsize}").copy())
-        covered = torch.zeros(self.patch.changed, dtype=torch.bool)
-        for place, value in zip(self.places, values, strict=True):
-            found[place.selected] = value.cpu().view(found.dtype)
-            covered[place.selected] = True
-        if not bool(covered.all()):
-            return None
-        return patch_digest(self.patch.spec, self.patch.positions, bits_of(found))
+    return all(run_in_parts(part, index.numel(), least=_LEAST))
 
 
-def map_patch(plan: LoadPlan, patch: TensorPatch) -> MappedPatch:
-    """Find a patch's places through the plan. Cost grows with the patch, not with the tensor."""
-    places = []
-    segments = plan.segments.get(patch.spec.name, [])
-    positions = torch.from_numpy(patch.positions.astype("int64"))
-    values = integer_of(patch.values)
-    for segment in segments:
-        inside, index = segment.map(positions)
-        if index.numel() == 0:
-            continue
-        device = segment.storage.device
-        selected = inside.nonzero(as_tuple=True)[0]
-        new = values[selected].view(segment.storage.dtype).to(device)
-        places.append(Place(segment.storage, index.to(device), selected, new))
-    return MappedPatch(patch, places)
+def to_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """Return a writable host array of integers as a tensor on `device`; on the CPU it shares memory."""
+    signed = array if array.dtype.itemsize == 1 else array.view(f"<i{array.dtype.itemsize}")
+    return torch.from_numpy(signed).to(device)

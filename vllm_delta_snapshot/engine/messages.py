@@ -8,7 +8,7 @@ from typing import Literal
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from vllm_delta_snapshot.engine.apply import Way
+from vllm_delta_snapshot.engine.ways import Way
 
 __all__ = ["DeltaSnapshotInitInfo", "DeltaSnapshotUpdateInfo"]
 
@@ -61,6 +61,8 @@ class DeltaSnapshotUpdateInfo(WeightTransferUpdateInfo):
     action: Literal["apply", "prepare", "check"] = "apply"
     """`prepare` makes every check and readies the update without writing a weight; it fails at once if the version is
     not staged. `check` fails if the engine must not serve. `apply` waits, prepares if need be, and writes."""
+    allow_rollback: bool = False
+    """Whether `version` may be an earlier one than the engine has; else that is an error."""
     timeout_s: float | None = None
     """How long `apply` waits for a version that is not staged."""
     target_weights_path: str | None = None
@@ -71,6 +73,8 @@ class DeltaSnapshotUpdateInfo(WeightTransferUpdateInfo):
         _check("target_weights_path", self.target_weights_path, str, optional=True)
         if self.action not in ("apply", "prepare", "check"):
             raise ValueError(f"update_info: action must be apply, prepare or check, found {self.action!r}")
+        if not isinstance(self.allow_rollback, bool):
+            raise ValueError(f"update_info: allow_rollback must be a bool, found {self.allow_rollback!r}")
         if self.version is not None and self.version < 0:
             raise ValueError(f"update_info: version must not be negative, found {self.version}")
         if self.timeout_s is not None:

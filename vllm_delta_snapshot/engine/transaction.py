@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """One update of one worker, all or nothing.
 
-`prepare` makes every check that can fail and gathers the old values; it writes nothing and may run while generation
-goes on. `commit` writes, reads back, and on any failure, here or on another worker, puts the old values back bit for
-bit. If even that fails the weights are uncertain, and this worker must never serve again.
+`prepare` makes every check that can fail and gathers the old values; it writes nothing and needs no pause. `commit`
+writes, reads back, and on any failure, here or on another worker, puts the old values back bit for bit. If even that
+fails the weights are uncertain, and this worker must never serve again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vllm_delta_snapshot.engine.agree import agree, gather_from_workers
-from vllm_delta_snapshot.engine.apply import Way, apply
+from vllm_delta_snapshot.engine.apply import apply
 from vllm_delta_snapshot.engine.fitness import Fitness
-from vllm_delta_snapshot.engine.live import MappedPatch, map_patch
+from vllm_delta_snapshot.engine.lanes import LiveLane, RunDigest, digest_old, ready_lane
 from vllm_delta_snapshot.engine.load_plan import LoadPlan
-from vllm_delta_snapshot.engine.verify import verify_new, verify_old
+from vllm_delta_snapshot.engine.updates import Update
+from vllm_delta_snapshot.engine.verify import verify_old
+from vllm_delta_snapshot.engine.ways import Way
 from vllm_delta_snapshot.errors import ApplyError, TensorRefused, WeightsUncertain
-from vllm_delta_snapshot.types import TensorPatch
 
 __all__ = ["PreparedUpdate", "prepare"]
 
@@ -31,16 +32,16 @@ class PreparedUpdate:
     """An update that only has to be written.
 
     Attributes:
+        update: what it is.
         plan: where this worker holds the tensors.
-        mapped: the patches that touch this worker.
-        old: the live values they replace, place by place.
-        compared: how many tensors' old values were proven to be the published ones.
+        lanes: what is written, and what was there.
+        proven: how many tensors' old values were proven to be the published ones.
     """
 
+    update: Update
     plan: LoadPlan
-    mapped: Sequence[MappedPatch]
-    old: Sequence[Sequence[torch.Tensor]]
-    compared: int
+    lanes: Sequence[LiveLane]
+    proven: int
 
     def commit(self, model: torch.nn.Module, way: Way) -> None:
         """Write and read back. Collective over the engine's workers; generation must be paused.
@@ -52,11 +53,10 @@ class PreparedUpdate:
         failure: BaseException | None = None
         is_written = False
         try:
-            if not (self.plan.is_current(model) and self._is_still_old()):
+            if not (self.plan.is_current(model) and all(lane.seems_old() for lane in self.lanes)):
                 raise ApplyError("live weights were changed since this update was prepared", hint="Ask again.")
             is_written = True
-            apply(model, self.mapped, way)
-            verify_new(self.mapped)
+            apply(model, self.lanes, self.update, way)
         except BaseException as error:  # noqa: BLE001 - whatever it was, the other workers must hear of it
             failure = error
         try:
@@ -71,56 +71,55 @@ class PreparedUpdate:
                 ) from error
             raise
 
-    def _is_still_old(self) -> bool:
-        return all(
-            torch.equal(place.gather(), old)
-            for item, values in zip(self.mapped, self.old, strict=True)
-            for place, old in zip(item.places, values, strict=True)
-        )
-
     def _undo(self) -> bool:
         """Put the old values back; say whether they are."""
         with contextlib.suppress(Exception):
-            for item, values in zip(self.mapped, self.old, strict=True):
-                item.write(values)
-            return self._is_still_old()
+            is_old = True
+            for lane in self.lanes:
+                is_old &= lane.undo()
+            return is_old
         return False
 
 
-def prepare(
-    fitness: Fitness,
-    patches: Sequence[TensorPatch],
-    old_digests: Mapping[str, str],
-) -> PreparedUpdate:
-    """Check an update against this worker, and gather what it will replace. Writes nothing.
+def prepare(fitness: Fitness, update: Update) -> PreparedUpdate:
+    """Check an update against this engine, and gather what it will replace. Writes nothing.
+
+    Collective over the engine's workers.
 
     Args:
         fitness: what this worker can take.
-        patches: the update.
-        old_digests: by name, the digest of the values that a patch starts from; empty if unknown.
+        update: the update, mapped for this worker.
 
     Raises:
         TensorRefused: a tensor is unknown, or has no exact place.
         BaseMismatch: live values are not the ones that the update starts from.
+        DeltaSnapshotError: another worker found one of these.
     """
-    mapped, gathered, compared = [], [], 0
-    for patch in patches:
-        name = patch.spec.name
+    failure: BaseException | None = None
+    lanes: list[LiveLane] = []
+    digests: list[RunDigest] = []
+    try:
+        _check_names(fitness, update)
+        lanes = [ready_lane(fitness.plan, lane) for lane in update.lanes]
+        if update.old_digests:
+            digests = [digest for lane in lanes for digest in digest_old(fitness.plan, lane)]
+    except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
+        failure = error
+    agree(failure)
+    served = {name: digest for name, digest in update.old_digests.items() if name not in fitness.skipped}
+    proven = verify_old(gather_from_workers(digests), served, update.changed)
+    return PreparedUpdate(update, fitness.plan, lanes, proven)
+
+
+def _check_names(fitness: Fitness, update: Update) -> None:
+    for name in update.changed:
         if name in fitness.skipped:
             continue
-        if fitness.specs.get(name) != patch.spec:
+        if name not in fitness.specs:
             raise TensorRefused(
                 "the update has a tensor that this engine does not have",
                 tensor=name,
-                expected=fitness.specs.get(name, "no such tensor"),
-                found=patch.spec,
+                hint="Trainer and engine must start from the same checkpoint.",
             )
         if name in fitness.plan.problems:
             raise TensorRefused("the tensor cannot be patched", tensor=name, found=fitness.plan.problems[name])
-        item = map_patch(fitness.plan, patch)
-        old = item.gather()
-        if name in old_digests and verify_old(item, old, old_digests[name]):
-            compared += 1
-        mapped.append(item)
-        gathered.append(old)
-    return PreparedUpdate(fitness.plan, mapped, gathered, compared)

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm_delta_snapshot.errors import BaseMismatch, CorruptFile, RunMismatch
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.openrl import read_folder_metadata, read_openrl_delta
 from vllm_delta_snapshot.stage.decode import decode
+from vllm_delta_snapshot.stage.handoff import StagedUpdate
+from vllm_delta_snapshot.stage.mapping import Lane, map_update, read_lanes
+from vllm_delta_snapshot.stage.places import PlaceMap
 from vllm_delta_snapshot.types import TensorPatch, TensorSpec
 
 __all__ = ["Update", "openrl_update", "staged_update"]
@@ -18,28 +22,38 @@ __all__ = ["Update", "openrl_update", "staged_update"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """Patches, and what they lead to.
+    """Patches as one worker needs them, and what they lead to.
 
     Attributes:
         version: the version they lead to; ``None`` for an OpenRL folder.
         state_digest: the state they lead to; empty for an OpenRL folder.
-        patches: one a changed tensor.
+        changed: by name, how many elements of each tensor change in the whole engine.
         old_digests: by name, the digest of the values they start from; empty for an OpenRL folder.
+        lanes: what this worker writes.
+        patches: reads the patches themselves, in checkpoint coordinates.
     """
 
     version: int | None
     state_digest: str
-    patches: Sequence[TensorPatch]
+    changed: Mapping[str, int]
     old_digests: Mapping[str, str]
+    lanes: Sequence[Lane]
+    patches: Callable[[], Sequence[TensorPatch]]
 
 
 def staged_update(
-    folder: Path, specs: Mapping[str, TensorSpec], *, run_id: str, base_version: int, version: int, state_digest: str
+    staged: StagedUpdate,
+    specs: Mapping[str, TensorSpec],
+    *,
+    run_id: str,
+    base_version: int,
+    version: int,
+    state_digest: str,
 ) -> Update:
     """Read a staged update and check that it starts from what this engine has.
 
     Args:
-        folder: where the stager put it.
+        staged: where the stager put it.
         specs: the run's tensors.
         run_id: the engine's run.
         base_version: the engine's version.
@@ -51,29 +65,44 @@ def staged_update(
         BaseMismatch: it starts from another version or state.
         CorruptFile: it is damaged.
     """
-    metadata = read_folder_metadata(folder)
-    if not isinstance(metadata, DeltaMetadata):
-        raise CorruptFile("a staged update lost its lineage", file=str(folder))
-    if metadata.run_id != run_id:
-        raise RunMismatch("the update belongs to another run", file=str(folder), expected=run_id, found=metadata.run_id)
+    lanes, head = read_lanes(staged.mapped)
+    fields: Any = head
+    file = str(staged.mapped)
+    if fields["run_id"] != run_id:
+        raise RunMismatch("the update belongs to another run", file=file, expected=run_id, found=fields["run_id"])
     expected = (base_version, state_digest, version)
-    found = (metadata.base_version, metadata.base_state_digest, metadata.version)
+    found = (fields["base_version"], fields["base_state_digest"], fields["version"])
     if found != expected:
         raise BaseMismatch(
             "the update does not start from the weights of this engine",
-            file=str(folder),
+            file=file,
             expected="version {} with state digest {}, to version {}".format(*expected),
             found="version {} with state digest {}, to version {}".format(*found),
         )
-    old_digests = {entry.name: entry.old_digest for entry in metadata.tensors}
-    return Update(version, metadata.state_digest, decode(metadata, folder, specs), old_digests)
+    return Update(
+        version,
+        fields["state_digest"],
+        {name: changed for name, changed, _ in fields["tensors"]},
+        {name: digest for name, _, digest in fields["tensors"]},
+        lanes,
+        lambda: _decode(staged.patches, specs),
+    )
 
 
-def openrl_update(folder: Path, specs: Mapping[str, TensorSpec]) -> Update:
-    """Read an OpenRL folder. It says nothing of what it starts from, so nothing of that is checked.
+def openrl_update(folder: Path, specs: Mapping[str, TensorSpec], places: PlaceMap) -> Update:
+    """Read an OpenRL folder and map it. It says nothing of what it starts from, so nothing of that is checked.
 
     Raises:
         CorruptFile, UnsupportedFormat, LimitExceeded, ObjectNotFound: see `read_openrl_delta`.
+        ApplyError: see `map_update`.
     """
     _, patches = read_openrl_delta(folder, specs)
-    return Update(None, "", patches, {})
+    changed = {patch.spec.name: patch.changed for patch in patches}
+    return Update(None, "", changed, {}, map_update(patches, places), lambda: patches)
+
+
+def _decode(folder: Path, specs: Mapping[str, TensorSpec]) -> Sequence[TensorPatch]:
+    metadata = read_folder_metadata(folder)
+    if not isinstance(metadata, DeltaMetadata):
+        raise CorruptFile("a staged update lost its lineage", file=str(folder))
+    return decode(metadata, folder, specs)

@@ -30,8 +30,10 @@ __all__ = [
     "file_digest",
     "format_digest",
     "patch_digest",
+    "seeded_digests",
     "state_digest",
     "tensor_digest",
+    "term_seeds",
 ]
 
 STATE_DIGEST_ALGORITHM: Final = "summix64"
@@ -70,6 +72,42 @@ def patch_digest(spec: TensorSpec, positions: Positions, values: Bits) -> int:
         values: the bit patterns there, shape ``(k,)``.
     """
     return _sum_terms(tensor_key(spec), positions, values)
+
+
+def term_seeds(spec: TensorSpec, positions: Positions) -> NDArray[np.uint64]:
+    """Return the part of each element's term that does not depend on its value; see `seeded_digests`.
+
+    Args:
+        spec: the tensor.
+        positions: flat positions, shape ``(k,)``.
+    """
+    seeds = positions.astype(np.uint64)
+    seeds *= _GOLDEN
+    seeds += np.uint64(tensor_key(spec))
+    return seeds
+
+
+def seeded_digests(seeds: NDArray[np.uint64], bits: Bits, starts: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return the digests of runs of elements whose seeds are known: `patch_digest` of each, in one sweep.
+
+    Args:
+        seeds: from `term_seeds`, shape ``(k,)``.
+        bits: the bit patterns, shape ``(k,)``.
+        starts: where each run begins, increasing, the first at 0; none is empty.
+    """
+    sums = np.zeros(starts.size, np.uint64)
+    a, b = np.empty(min(bits.size, _CHUNK), np.uint64), np.empty(min(bits.size, _CHUNK), np.uint64)
+    for start in range(0, bits.size, _CHUNK):
+        n = min(_CHUNK, bits.size - start)
+        terms = a[:n]
+        np.multiply(bits[start : start + n], _VALUE, out=terms, dtype=np.uint64)
+        terms ^= seeds[start : start + n]
+        _finalize(terms, b[:n])
+        first = int(np.searchsorted(starts, start, side="right")) - 1
+        inner = starts[first + 1 : int(np.searchsorted(starts, start + n))] - start
+        cuts = np.concatenate([np.zeros(1, np.int64), inner])
+        sums[first : first + cuts.size] += np.add.reduceat(terms, cuts, dtype=np.uint64)
+    return sums
 
 
 def state_digest(tensors: Iterable[tuple[TensorSpec, Bits]], *, threads: int = 2) -> int:

@@ -79,7 +79,12 @@ def _header(ordered: Sequence[NamedBits], metadata: Mapping[str, str]) -> bytes:
 
 
 class MappedFile:
-    """A safetensors file, mapped read-only. Views stay valid as long as they, or this object, are referenced.
+    """A safetensors file, mapped. Views stay valid as long as they, or this object, are referenced.
+
+    Args:
+        path: the file.
+        is_private: views may be written, which changes this process's memory and never the file; else they are
+            read-only.
 
     Attributes:
         path: the file.
@@ -93,7 +98,7 @@ class MappedFile:
         UnsupportedFormat: a tensor has an element type that cannot be patched.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_private: bool = False) -> None:
         self.path = path
         try:
             num_bytes = path.stat().st_size
@@ -101,7 +106,7 @@ class MappedFile:
             raise ObjectNotFound("file is missing", file=str(path)) from None
         if num_bytes < _LENGTH.size:
             raise CorruptFile("not a safetensors file", file=str(path), found=f"{num_bytes} bytes")
-        self._data = np.memmap(path, dtype=np.uint8, mode="r")
+        self._data = np.memmap(path, dtype=np.uint8, mode="c" if is_private else "r")
         header = _read_header(path, self._data)
         self.metadata: dict[str, str] = _read_free_metadata(path, header)
         self.specs: dict[str, TensorSpec] = {}
@@ -113,7 +118,7 @@ class MappedFile:
         _check_layout(path, start, num_bytes, self._ranges)
 
     def bits(self, name: str) -> Bits:
-        """Return all elements of a tensor, flat: a read-only view, no copy.
+        """Return all elements of a tensor, flat: a view, no copy.
 
         Raises:
             KeyError: the file has no such tensor.

@@ -7,10 +7,13 @@
     <area>/stager.lock                 locked by the living stager
     <area>/state.json                  what it is doing; replaced atomically
     <area>/run.json                    copy of the run's, for the workers
-    <area>/attached/<id>               one a worker, locked while it lives, saying which version it has
-    <area>/wanted/<version>            asked for by a worker
+    <area>/attached/<id>               one a worker, locked while it lives, saying which version it has and where
+                                       its weights lie
+    <area>/places/<id>/                where weights lie in a worker: its load plan without addresses
+    <area>/wanted/<base>-<version>     an update that a worker asked for; going back is only done when asked
     <area>/fetched/<version>/          verified copies of publications
     <area>/staged/<base>-<version>/    one update each, in the form of a delta folder; appears by rename
+    <area>/mapped/<base>-<version>-<places>/   the same, mapped for a worker; appears by rename
 
 The folder belongs to this user alone (mode 0700); what lies in it is trusted.
 """
@@ -30,7 +33,7 @@ from pydantic import Field
 from vllm_delta_snapshot.errors import StageError
 from vllm_delta_snapshot.format.wire import WireModel
 
-__all__ = ["StageArea", "StagerConfig", "StagerState", "default_stage_root"]
+__all__ = ["StageArea", "StagerConfig", "StagerState", "default_stage_root", "pair_of"]
 
 
 class StagerConfig(WireModel):
@@ -91,9 +94,11 @@ class StageArea:
         self.run = path / "run.json"
         self.log = path / "stager.log"
         self.attached = path / "attached"
+        self.places = path / "places"
         self.wanted = path / "wanted"
         self.fetched = path / "fetched"
         self.staged = path / "staged"
+        self.mapped = path / "mapped"
 
     @classmethod
     def of(cls, root: Path, config: StagerConfig) -> StageArea:
@@ -106,7 +111,7 @@ class StageArea:
         area = cls(root / key)
         try:
             _make_private(root)
-            for folder in (area.path, area.attached, area.wanted, area.fetched, area.staged):
+            for folder in area.folders():
                 folder.mkdir(mode=0o700, exist_ok=True)
             area.write(area.config, config.to_json())
         except OSError as error:
@@ -117,6 +122,10 @@ class StageArea:
                 hint="Set DELTA_SNAPSHOT_STAGE_DIR to a local folder with room.",
             ) from error
         return area
+
+    def folders(self) -> tuple[Path, ...]:
+        """Return the folders of the area, itself first."""
+        return (self.path, self.attached, self.places, self.wanted, self.fetched, self.staged, self.mapped)
 
     def write(self, path: Path, data: bytes) -> None:
         """Replace a small file atomically."""
@@ -140,9 +149,24 @@ class StageArea:
         """Return where the update from `base_version` to `version` appears."""
         return self.staged / f"{base_version:08d}-{version:08d}"
 
+    def mapped_folder(self, base_version: int, version: int, places: str) -> Path:
+        """Return where that update, mapped for workers with these places, appears."""
+        return self.mapped / f"{base_version:08d}-{version:08d}-{places}"
+
+    def wanted_file(self, base_version: int, version: int) -> Path:
+        """Return the file that says that somebody wants that update."""
+        return self.wanted / f"{base_version:08d}-{version:08d}"
+
     def fetched_folder(self, version: int) -> Path:
         """Return where the files of a publication are kept."""
         return self.fetched / f"{version:08d}"
+
+
+def pair_of(path: Path) -> tuple[int, int] | None:
+    """Return base and version of a folder or file of the area; ``None`` if its name has none."""
+    base, _, rest = path.name.partition("-")
+    version = rest.partition("-")[0]
+    return (int(base), int(version)) if base.isdigit() and version.isdigit() else None
 
 
 def try_lock(path: Path) -> int | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attachments: how a stager knows which workers live and which version each of them has.
+"""Attachments: how a stager knows which workers live, which version each of them has, and where its weights lie.
 
 An attachment is a file that its worker keeps locked. When the worker dies, however it dies, the lock is gone, and so
 is its say in what is kept and whether the stager goes on.
@@ -9,11 +9,25 @@ from __future__ import annotations
 
 import os
 import uuid
+from dataclasses import dataclass
 
 from vllm_delta_snapshot.errors import StageError
 from vllm_delta_snapshot.stage.area import StageArea, is_locked, try_lock
 
-__all__ = ["Attachment", "living_versions"]
+__all__ = ["Attachment", "Worker", "living_workers"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Worker:
+    """A living worker.
+
+    Attributes:
+        version: the version it has.
+        places: names where its weights lie, in the area's ``places``; empty if it does not want mapped updates.
+    """
+
+    version: int
+    places: str
 
 
 class Attachment:
@@ -36,10 +50,10 @@ class Attachment:
             raise StageError("a new attachment is locked already", file=str(self._path))
         self._descriptor: int | None = descriptor
 
-    def set_version(self, version: int) -> None:
-        """Tell the stager which version this worker has now."""
+    def tell(self, version: int, places: str = "") -> None:
+        """Tell the stager which version this worker has now, and where its weights lie."""
         if self._descriptor is not None:
-            os.pwrite(self._descriptor, f"{version:08d}".encode(), 0)
+            os.pwrite(self._descriptor, f"{version:08d} {places:16.16}".encode(), 0)
 
     def close(self) -> None:
         """Detach; nothing happens the second time."""
@@ -49,18 +63,18 @@ class Attachment:
             self._descriptor = None
 
 
-def living_versions(area: StageArea, start_version: int) -> list[int]:
-    """Return the version of every living worker, and remove what dead ones left.
+def living_workers(area: StageArea, start_version: int) -> list[Worker]:
+    """Return every living worker, and remove what dead ones left.
 
     Args:
         area: where they are attached.
         start_version: the version of a worker that has not said yet.
     """
-    versions = []
+    workers = []
     for path in area.attached.iterdir():
         if is_locked(path):
-            text = path.read_bytes()
-            versions.append(int(text) if text else start_version)
+            version, _, places = path.read_text().partition(" ")
+            workers.append(Worker(int(version) if version else start_version, places.strip()))
         else:
             path.unlink(missing_ok=True)
-    return versions
+    return workers

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -19,11 +20,25 @@ from vllm_delta_snapshot.errors import NotStaged, StageError, error_of_fields
 from vllm_delta_snapshot.format.run import RunInfo
 from vllm_delta_snapshot.stage.area import StageArea, StagerConfig, StagerState, is_locked
 from vllm_delta_snapshot.stage.attachment import Attachment
+from vllm_delta_snapshot.stage.places import PlaceMap
 
-__all__ = ["Handoff"]
+__all__ = ["Handoff", "StagedUpdate"]
 
 _POLL_S: Final = 0.005
 _MOST_DEATHS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StagedUpdate:
+    """Where a staged update lies.
+
+    Attributes:
+        patches: in the form of a delta folder.
+        mapped: mapped for the worker that asked (see `read_lanes`).
+    """
+
+    patches: Path
+    mapped: Path
 
 
 class Handoff:
@@ -32,6 +47,7 @@ class Handoff:
     Args:
         config: what to follow.
         root: the folder for stage areas.
+        places: where the worker's weights lie.
         timeout_s: how long the stager may take to find out which version the checkpoint is. It reads every byte of
             the checkpoint once.
 
@@ -44,20 +60,22 @@ class Handoff:
         DeltaSnapshotError: what the stager found wrong with the run, the store or the checkpoint.
     """
 
-    def __init__(self, config: StagerConfig, root: Path, *, timeout_s: float) -> None:
+    def __init__(self, config: StagerConfig, root: Path, places: PlaceMap, *, timeout_s: float) -> None:
         self._area = StageArea.of(root, config)
         self._attachment = Attachment(self._area)
+        self._places = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths = 0
         try:
             state = self._wait_until_following(timeout_s)
+            self.start_version = state.start_version
+            self.start_digest = state.start_digest
+            self._version = state.start_version
+            self.set_places(places)
         except BaseException:
             self.close()
             self._wait_until_gone(timeout_s=5.0)
             raise
-        self.start_version = state.start_version
-        self.start_digest = state.start_digest
-        self._attachment.set_version(state.start_version)
 
     def read_run(self) -> RunInfo:
         """Return the run that is followed."""
@@ -65,25 +83,42 @@ class Handoff:
 
     def set_version(self, version: int) -> None:
         """Tell the stager that this worker now has `version`."""
-        self._attachment.set_version(version)
+        self._version = version
+        self._attachment.tell(version, self._places)
 
-    def find(self, base_version: int, version: int) -> Path:
-        """Return the folder of a staged update, at once.
+    def set_places(self, places: PlaceMap) -> None:
+        """Tell the stager where this worker's weights lie.
+
+        Raises:
+            StageError: the stage area cannot be written.
+        """
+        try:
+            places.save(self._area.places / places.id)
+        except OSError as error:
+            raise StageError("cannot write the stage area", file=str(self._area.places), found=error) from error
+        self._places = places.id
+        self._attachment.tell(self._version, self._places)
+
+    def find(self, base_version: int, version: int) -> StagedUpdate:
+        """Return a staged update, at once.
 
         Raises:
             NotStaged: it is not there yet; from now on the stager knows that it is wanted.
             DeltaSnapshotError: it will not come: what the stager found wrong with it.
         """
-        folder = self._area.staged_folder(base_version, version)
-        if folder.is_dir():
+        found = StagedUpdate(
+            self._area.staged_folder(base_version, version),
+            self._area.mapped_folder(base_version, version, self._places),
+        )
+        if found.mapped.is_dir():
             self._deaths = 0
-            return folder
-        (self._area.wanted / str(version)).touch()
+            return found
+        self._area.wanted_file(base_version, version).touch()
         self._ensure_stager()
         state = self._area.read_state()
         if state and state.error:
             raise error_of_fields(state.error)
-        if state and state.problem and state.problem.version <= version:
+        if state and state.problem and state.problem.version <= max(base_version, version):
             raise error_of_fields(state.problem.error)
         raise NotStaged(
             f"version {version} is not staged",
@@ -92,8 +127,8 @@ class Handoff:
             hint="Ask again, or give update_info a longer timeout_s.",
         )
 
-    def wait(self, base_version: int, version: int, *, timeout_s: float) -> Path:
-        """Return the folder of a staged update, waiting for it at most `timeout_s` seconds. Blocks.
+    def wait(self, base_version: int, version: int, *, timeout_s: float) -> StagedUpdate:
+        """Return a staged update, waiting for it at most `timeout_s` seconds. Blocks.
 
         Raises:
             NotStaged: it did not come in time.

@@ -2,8 +2,9 @@
 """Stage: follow a run, and have the next update ready before anybody asks for it.
 
 One process a host and checkpoint, at low priority, beside the engines. It alone reads the store: it lists new
-versions, fetches and verifies them, merges what a worker has missed into one update, and hands that over in the stage
-area. It imports neither torch nor vLLM. It goes when the last worker is gone.
+versions, fetches and verifies them, merges what a worker has missed into one update, maps that to where each worker's
+weights lie, and hands it over in the stage area. It imports neither torch nor vLLM. It goes when the last worker is
+gone.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import uuid
 from pathlib import Path
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.delta_folder import DigestedPatch, Lineage, WriterNotes, write_delta_folder
-from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, DeltaSnapshotError, StageError
+from vllm_delta_snapshot.delta_folder import Lineage, WriterNotes, write_delta_folder
+from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, DeltaSnapshotError, OutOfOrder, StageError
 from vllm_delta_snapshot.format import layout
-from vllm_delta_snapshot.format.digest import add_digests, patch_digest
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
+from vllm_delta_snapshot.format.openrl import read_folder_metadata
 from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.area import Problem, StageArea, StagerState
-from vllm_delta_snapshot.stage.attachment import living_versions
+from vllm_delta_snapshot.stage.area import Problem, StageArea, StagerState, pair_of
+from vllm_delta_snapshot.stage.assemble import assemble_back, assemble_forward
+from vllm_delta_snapshot.stage.attachment import Worker, living_workers
 from vllm_delta_snapshot.stage.decode import decode
 from vllm_delta_snapshot.stage.fetch import fetch
-from vllm_delta_snapshot.stage.merge import merge
+from vllm_delta_snapshot.stage.mapping import map_update, write_lanes
+from vllm_delta_snapshot.stage.places import PlaceMap
 from vllm_delta_snapshot.store import open_store
 from vllm_delta_snapshot.store.posix import PosixStore
 from vllm_delta_snapshot.types import TensorPatch
@@ -51,6 +54,7 @@ class Stager:
         self._state = StagerState(status="starting", pid=os.getpid())
         self._metadata: dict[int, DeltaMetadata] = {}
         self._patches: dict[int, list[TensorPatch]] = {}
+        self._places: dict[str, PlaceMap] = {}
         self._retry_at = 0.0
 
     def run(self) -> None:
@@ -75,12 +79,12 @@ class Stager:
         Returns:
             Whether any worker is left.
         """
-        bases = living_versions(self._area, self._state.start_version)
-        if not bases:
+        workers = set(living_workers(self._area, self._state.start_version))
+        if not workers:
             return False
         if self._state.status == "following":
             try:
-                self._follow(bases)
+                self._follow(workers)
             except OSError as error:
                 # The local disk: what was staged stays, and room may be made.
                 self._report(self._state.newest + 1, StageError("staging failed", found=error))
@@ -90,14 +94,14 @@ class Stager:
 
     def _start(self) -> None:
         run = self._folder.read_run()
-        checkpoint = Checkpoint(self._config.checkpoint)
+        checkpoint = self._checkpoint = Checkpoint(self._config.checkpoint)
         checkpoint.check_fits(dict(run.specs()), what=f"run {run.run_id}")
         self._area.write(self._area.run, run.to_json())
         version = self._version_of(checkpoint, run.base.state_digest)
         self._specs = run.specs()
         self._run_id = run.run_id
         # A stager that takes over from a dead one has no use for what all workers have already.
-        newest = min(living_versions(self._area, version), default=version)
+        newest = min((worker.version for worker in living_workers(self._area, version)), default=version)
         update = {
             "status": "following",
             "start_version": version,
@@ -121,18 +125,20 @@ class Stager:
             hint="Start the engine from the base, or make a version: delta-snapshot materialize <sync_dir>@N <folder>",
         )
 
-    def _follow(self, bases: list[int]) -> None:
+    def _follow(self, workers: set[Worker]) -> None:
         if time.monotonic() >= self._retry_at:
             self._fetch_new()
-        oldest = min(bases)
-        for version in self._targets():
-            for base in set(bases):
-                if base < version and not self._area.staged_folder(base, version).exists():
-                    try:
-                        self._stage(base, version)
-                    except DeltaSnapshotError as error:
-                        self._report(version, error)
-        self._prune(oldest, set(bases))
+        bases = {worker.version for worker in workers}
+        for base, version in self._pairs(bases):
+            try:
+                if not self._area.staged_folder(base, version).exists():
+                    self._stage(base, version)
+                for worker in sorted(workers):
+                    if worker.version == base and worker.places:
+                        self._map(base, version, worker.places)
+            except DeltaSnapshotError as error:
+                self._report(max(base, version), error)
+        self._prune(bases)
 
     def _fetch_new(self) -> None:
         """Fetch and check every new version, in order; stop at the first that is wrong."""
@@ -178,27 +184,55 @@ class Stager:
             return self._metadata[version].state_digest
         return self._folder.read_version(version).state_digest
 
-    def _targets(self) -> list[int]:
-        """Return the versions to stage: the newest, and those that somebody asked for."""
-        wanted = {int(path.name) for path in self._area.wanted.iterdir() if path.name.isdigit()}
-        return sorted({version for version in wanted if version <= self._state.newest} | {self._state.newest})
+    def _pairs(self, bases: set[int]) -> list[tuple[int, int]]:
+        """Return the updates to stage: from where workers are to the newest version, and those that somebody wants."""
+        newest = self._state.newest
+        pairs = {(base, newest) for base in bases if base < newest}
+        for path in self._area.wanted.iterdir():
+            pair = pair_of(path)
+            if pair and pair[0] in bases and pair[0] != pair[1] and max(pair) <= newest:
+                pairs.add(pair)
+        return sorted(pairs)
 
     def _stage(self, base: int, version: int) -> None:
         started = time.monotonic()
         final = self._area.staged_folder(base, version)
         work = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
         try:
-            for step in range(base + 1, version + 1):
-                self._load(step)
             work.mkdir()
             if version == base + 1:
+                self._load(version)
                 self._stage_one(version, work)
-            else:
+            elif version > base:
                 self._stage_merged(base, version, work)
+            else:
+                self._stage_back(base, version, work)
             work.rename(final)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         logger.info("staged base=%d version=%d seconds=%.3f", base, version, time.monotonic() - started)
+
+    def _map(self, base: int, version: int, places: str) -> None:
+        final = self._area.mapped_folder(base, version, places)
+        if final.exists():
+            return
+        started = time.monotonic()
+        if places not in self._places:
+            self._places[places] = PlaceMap.load(self._area.places / places)
+        staged = self._area.staged_folder(base, version)
+        metadata = read_folder_metadata(staged)
+        if not isinstance(metadata, DeltaMetadata):
+            raise StageError("a staged update lost its lineage", file=str(staged))
+        is_at_hand = version == base + 1 and version in self._patches
+        patches = self._patches[version] if is_at_hand else decode(metadata, staged, self._specs)
+        work = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
+        try:
+            work.mkdir()
+            write_lanes(work, map_update(patches, self._places[places]), _head(metadata))
+            work.rename(final)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        logger.info("mapped base=%d version=%d seconds=%.3f", base, version, time.monotonic() - started)
 
     def _stage_one(self, version: int, work: Path) -> None:
         metadata = self._metadata[version]
@@ -207,40 +241,63 @@ class Stager:
         (work / layout.METADATA_NAME).write_bytes(metadata.to_json())
 
     def _stage_merged(self, base: int, version: int, work: Path) -> None:
-        steps = range(base + 1, version + 1)
-        merged = merge(self._patches[step] for step in steps)
-        moves: dict[str, int] = {}
-        for step in steps:
-            for entry in self._metadata[step].tensors:
-                move = int(entry.new_digest, 16) - int(entry.old_digest, 16)
-                moves[entry.name] = add_digests(moves.get(entry.name, 0), move)
+        steps = self._loaded(base + 1, version)
+        digested = assemble_forward([self._patches[step] for step in steps], [self._metadata[step] for step in steps])
         last = self._metadata[version]
-        lineage = Lineage(
-            run_id=self._run_id,
-            version=version,
-            base_version=base,
-            base_state_digest=self._metadata[base + 1].base_state_digest,
-            state_digest=last.state_digest,
-            total_elements=last.total_elements,
-        )
-        digested = [_digested(patch, moves[patch.spec.name]) for patch in merged]
+        lineage = self._lineage(base, version, last.total_elements)
         notes = WriterNotes(base_model=last.base_model, step=last.step)
         write_delta_folder(PosixStore(work.parent), work.name, last.publication_id, lineage, digested, notes)
 
-    def _prune(self, oldest: int, bases: set[int]) -> None:
+    def _stage_back(self, base: int, version: int, work: Path) -> None:
+        start = self._state.start_version
+        if version < start:
+            raise OutOfOrder(
+                "cannot go back to before the engine's checkpoint",
+                file=str(self._checkpoint.folder),
+                expected=f"version {start} or later",
+                found=f"version {version}",
+                hint="Start an engine from that version: delta-snapshot materialize <sync_dir>@N <folder>",
+            )
+        before = [self._patches[step] for step in self._loaded(start + 1, version)]
+        undone = self._loaded(version + 1, base)
+        digested = assemble_back(before, [self._patches[step] for step in undone], self._checkpoint.bits)
+        last = self._metadata[base]
+        lineage = self._lineage(base, version, last.total_elements)
+        notes = WriterNotes(base_model=last.base_model)
+        write_delta_folder(PosixStore(work.parent), work.name, last.publication_id, lineage, digested, notes)
+
+    def _loaded(self, first: int, last: int) -> range:
+        steps = range(first, last + 1)
+        for step in steps:
+            self._load(step)
+        return steps
+
+    def _lineage(self, base: int, version: int, total_elements: int) -> Lineage:
+        return Lineage(
+            run_id=self._run_id,
+            version=version,
+            base_version=base,
+            base_state_digest=self._digest_of(base),
+            state_digest=self._digest_of(version),
+            total_elements=total_elements,
+        )
+
+    def _prune(self, bases: set[int]) -> None:
         """Forget what no living worker can need any more."""
+        oldest = min(bases)
         for version in [version for version in self._patches if version <= oldest]:
             del self._patches[version]
             del self._metadata[version]
         for folder in self._area.fetched.iterdir():
             if folder.name.isdigit() and int(folder.name) <= oldest:
                 shutil.rmtree(folder, ignore_errors=True)
-        for folder in self._area.staged.iterdir():
-            base, _, _version = folder.name.partition("-")
-            if base.isdigit() and int(base) not in bases:
+        for folder in [*self._area.staged.iterdir(), *self._area.mapped.iterdir()]:
+            pair = pair_of(folder)
+            if pair and pair[0] not in bases:
                 shutil.rmtree(folder, ignore_errors=True)
         for path in self._area.wanted.iterdir():
-            if not path.name.isdigit() or int(path.name) <= oldest:
+            pair = pair_of(path)
+            if pair is None or pair[0] not in bases:
                 path.unlink(missing_ok=True)
 
     def _report(self, version: int, error: DeltaSnapshotError) -> None:
@@ -255,8 +312,13 @@ class Stager:
         self._area.write(self._area.state, state.to_json())
 
 
-def _digested(patch: TensorPatch, move: int) -> DigestedPatch:
-    # The sum over all versions of (new - old) is what the merged patch moves the digest by; so the digest of the
-    # values that it replaces is known without having them.
-    new = patch_digest(patch.spec, patch.positions, patch.values)
-    return DigestedPatch(patch, add_digests(new, -move), new)
+def _head(metadata: DeltaMetadata) -> dict[str, object]:
+    """Return what a worker checks an update against."""
+    return {
+        "run_id": metadata.run_id,
+        "version": metadata.version,
+        "base_version": metadata.base_version,
+        "base_state_digest": metadata.base_state_digest,
+        "state_digest": metadata.state_digest,
+        "tensors": [[entry.name, entry.changed, entry.old_digest] for entry in metadata.tensors],
+    }

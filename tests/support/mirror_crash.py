@@ -1,0 +1,147 @@
+"""Stagers that are killed at their mirror: ``python -m tests.support.mirror_crash BASE WORK``.
+
+Imports torch once, then forks one process for every moment of death: before each line that the modules of the mirror
+run, and at random moments. Prints the folders that the dead left as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from tests.support.crash import forked
+from tests.support.mirrors import Step, mirror_of, random_step, reopened, state_at, step_from
+from tests.support.tensors import random_patch
+from vllm_delta_snapshot import patch_files
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.stage import mirror, mirror_marker
+
+TRACED = {mirror.__file__, mirror_marker.__file__, patch_files.__file__}
+
+
+def run_lines(action: Callable[[], object], last: int | None) -> int:
+    """Run `action`, and die by SIGKILL before line number `last`; return how many lines it ran.
+
+    A line counts the first two times: what a loop does once more is nothing new.
+    """
+    seen = 0
+    visits: Counter[tuple[str, int]] = Counter()
+
+    def local(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal seen
+        line = (frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and visits[line] < 2:
+            visits[line] += 1
+            if seen == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            seen += 1
+        return local
+
+    sys.settrace(lambda frame, event, arg: local if frame.f_code.co_filename in TRACED else None)
+    try:
+        action()
+    finally:
+        sys.settrace(None)
+    return seen
+
+
+def killed_at_lines(action: Callable[[Path], object], prepare: Callable[[Path], object], work: Path) -> list[str]:
+    """Kill `action` once before each line, each time on a folder that `prepare` made."""
+    reader, writer = os.pipe()
+    prepare(work / "whole")
+    assert forked(lambda: os.write(writer, b"%d" % run_lines(lambda: action(work / "whole"), None))) == 0
+    dead = []
+    for last in range(int(os.read(reader, 100))):
+        folder = work / f"line-{last}"
+        prepare(folder)
+
+        def short(last: int = last, folder: Path = folder) -> None:
+            run_lines(lambda: action(folder), last)
+
+        assert os.WTERMSIG(forked(short)) == signal.SIGKILL
+        dead.append(str(folder))
+    return dead
+
+
+def killed_at_times(action: Callable[[Path], object], prepare: Callable[[Path], object], work: Path) -> list[str]:
+    """Kill `action` at random moments; it may live to its end."""
+    prepare(work / "whole")
+    started = time.monotonic()
+    assert forked(lambda: action(work / "whole")) == 0
+    length = time.monotonic() - started
+    moments = random.Random(0)
+    dead = []
+    for number in range(8):
+        folder = work / f"time-{number}"
+        prepare(folder)
+        seconds = moments.uniform(0.0, 1.0) * length + 1e-4
+
+        def short(seconds: float = seconds, folder: Path = folder) -> None:
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # nobody handles SIGALRM: it ends the process on the spot
+            action(folder)
+
+        assert os.WTERMSIG(forked(short)) in (signal.SIGALRM, 0)
+        dead.append(str(folder))
+    return dead
+
+
+def copier(source: Path) -> Callable[[Path], object]:
+    """Return what makes a copy of a folder."""
+    return lambda folder: shutil.copytree(source, folder)
+
+
+def small_step(base: Path) -> Step:
+    """Return a step that touches every tensor."""
+    return random_step(Checkpoint(base).specs, state_at(base), 1)
+
+
+def large_step(base: Path) -> Step:
+    """Return a step that touches an eighth of the first tensor."""
+    specs = Checkpoint(base).specs
+    spec = next(iter(specs.values()))
+    return step_from(specs, state_at(base), [random_patch(spec, spec.numel // 8, "large")], 1)
+
+
+def tear(folder: Path, step: Step) -> None:
+    """Leave a mirror as a death amid a step does: the journal written, and one of the patches."""
+    torn = reopened(folder)
+    marker = mirror_marker.read_marker(folder)
+    target = mirror_marker.Target(version=step.version, state_digest=step.state_digest)
+    mirror_marker.write_marker(folder, marker.model_copy(update={"advancing_to": target}))
+    patch_files.write_patches(torn.checkpoint, folder, step.patches[:1])
+
+
+def main(base: Path, large: Path, work: Path) -> dict[str, list[str]]:
+    """Kill what makes a mirror, and what advances copies of one that is clean, torn, or large."""
+    mirror_of(base, work / "clean")
+    mirror_of(large, work / "large")
+    small, big = small_step(base), large_step(large)
+    shutil.copytree(work / "clean", work / "torn")
+    tear(work / "torn", small)
+
+    def advance(folder: Path) -> None:
+        small.take(reopened(folder))
+
+    return {
+        "create": killed_at_lines(lambda f: mirror_of(base, f / "mirror"), lambda f: f.mkdir(parents=True), work / "c"),
+        "advance": killed_at_lines(advance, copier(work / "clean"), work / "a"),
+        "finish": killed_at_lines(advance, copier(work / "torn"), work / "f"),
+        "large": killed_at_times(lambda f: big.take(reopened(f)), copier(work / "large"), work / "t"),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.stdout.write(json.dumps(main(*map(Path, sys.argv[1:4]))))

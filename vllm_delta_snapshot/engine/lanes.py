@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An update's lanes on the device of the live weights: old values gathered, new values in the type of the storage.
+
+Made before the pause. Where the engine keeps a tensor in a wider or narrower type than the checkpoint, new values are
+converted as the model's loader converts them, by torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from vllm_delta_snapshot.dtypes import dtype_of
+from vllm_delta_snapshot.engine.bits import bits_of, torch_dtype_of
+from vllm_delta_snapshot.engine.live import gather, scatter, to_device
+from vllm_delta_snapshot.engine.load_plan import LoadPlan
+from vllm_delta_snapshot.errors import ApplyError, BaseMismatch
+from vllm_delta_snapshot.format.digest import seeded_digests
+from vllm_delta_snapshot.stage.mapping import Lane
+from vllm_delta_snapshot.stage.places import Box
+
+__all__ = ["LiveLane", "RunDigest", "digest_old", "ready_lane"]
+
+_EXACT: Final = {
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float64),
+    (torch.float16, torch.float64),
+    (torch.float32, torch.float64),
+}
+"""Conversions that lose nothing, so that the checkpoint's bits can be had back."""
+
+_SPOTS: Final = 1024
+
+RunDigest = tuple[str, Box, int | None]
+"""A tensor, which of its elements a worker holds, and the digest of the touched ones (``None``: unknown)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveLane:
+    """A lane that only has to be written.
+
+    Attributes:
+        lane: as it was staged.
+        flat: the live storage, flat, as integers.
+        index: positions in it, on its device.
+        new: the new bits, on its device.
+        old: the bits that were there when this was made, on its device.
+    """
+
+    lane: Lane
+    flat: torch.Tensor
+    index: torch.Tensor
+    new: torch.Tensor
+    old: torch.Tensor
+
+    def write(self) -> bool:
+        """Write the new bits; say whether they are there."""
+        return scatter(self.flat, self.index, self.new)
+
+    def undo(self) -> bool:
+        """Write the old bits; say whether they are there."""
+        return scatter(self.flat, self.index, self.old)
+
+    def holds_new(self) -> bool:
+        """Say whether the new bits are there."""
+        return bool(torch.equal(gather(self.flat, self.index), self.new))
+
+    def holds_old(self) -> bool:
+        """Say whether the old bits are there."""
+        return bool(torch.equal(gather(self.flat, self.index), self.old))
+
+    def seems_old(self) -> bool:
+        """Say so of positions spread over the lane: enough to notice that something else wrote this storage."""
+        step = max(1, self.index.numel() // _SPOTS)
+        return bool(torch.equal(gather(self.flat, self.index[::step].contiguous()), self.old[::step]))
+
+
+def ready_lane(plan: LoadPlan, lane: Lane) -> LiveLane:
+    """Gather what a lane will overwrite, and bring it to the device of the weights. Writes nothing.
+
+    Raises:
+        ApplyError: it does not fit the storage.
+    """
+    storage = plan.storages[lane.storage]
+    flat = storage.flat
+    if lane.size and not 0 <= int(lane.index.min()) <= int(lane.index.max()) < flat.numel():
+        raise ApplyError(
+            "a mapped update does not fit the live weights",
+            tensor=lane.runs[0].name,
+            expected=f"positions below {flat.numel()}",
+            found=f"{int(lane.index.min())} to {int(lane.index.max())}",
+        )
+    index = to_device(lane.index, flat.device)
+    new = to_device(lane.values, flat.device)
+    source = torch_dtype_of(dtype_of(lane.dtype).torch_name)
+    if source is not storage.dtype:
+        new = new.view(source).to(storage.dtype)
+    new = new.view(flat.dtype)
+    return LiveLane(lane, flat, index, new, gather(flat, index))
+
+
+def digest_old(plan: LoadPlan, live: LiveLane) -> Sequence[RunDigest]:
+    """Return the digests of what a lane will overwrite, run by run, in the checkpoint's type.
+
+    Raises:
+        BaseMismatch: a live value is none that the checkpoint's type has.
+    """
+    lane = live.lane
+    storage = plan.storages[lane.storage]
+    source = torch_dtype_of(dtype_of(lane.dtype).torch_name)
+    old = live.old
+    places = [plan.places.pieces[run.name][run.piece] for run in lane.runs]
+    if source is not storage.dtype:
+        if (source, storage.dtype) not in _EXACT:
+            return [(run.name, place.box, None) for run, place in zip(lane.runs, places, strict=True)]
+        wide = old.view(storage.dtype)
+        narrow = wide.to(source)
+        if not torch.equal(narrow.to(storage.dtype).view(old.dtype), old):
+            raise BaseMismatch(
+                "live weights are not ones that the checkpoint's type has; they were changed by something else",
+                tensor=", ".join(run.name for run in lane.runs[:3]),
+                hint="Restart the engine; it catches up by itself.",
+            )
+        old = narrow.view(_integer_type(source))
+    digests = seeded_digests(lane.seeds, bits_of(old), lane.starts)
+    return [(run.name, place.box, int(d)) for run, place, d in zip(lane.runs, places, digests, strict=True)]
+
+
+def _integer_type(dtype: torch.dtype) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
