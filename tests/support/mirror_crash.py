@@ -1,13 +1,14 @@
-"""Stagers that are killed at their mirror: ``python -m tests.support.mirror_crash BASE WORK``.
+"""Stagers that are killed at their mirror: ``python -m tests.support.mirror_crash BASE LARGE STEPS WORK``.
 
-Imports torch once, then forks one process for every moment of death: before each line that the modules of the mirror
-run, and at random moments. Prints the folders that the dead left as JSON.
+Forks one process for every moment of death: before each line that the modules of the mirror run, and at random moments.
+STEPS holds the pickled steps of the two checkpoints. Prints the folders that the dead left as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -19,16 +20,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
-from tests.support.crash import forked
-from tests.support.mirrors import Step, mirror_of, random_step, reopened, state_at, step_from
-from tests.support.tensors import random_patch
+from tests.support.mirrors import Step, mirror_of, reopened
 from vllm_delta_snapshot import patch_files
-from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.stage import mirror, mirror_marker
 
 TRACED = {mirror.__file__, mirror_marker.__file__, patch_files.__file__}
+
+
+def forked(action: Callable[[], object]) -> int:
+    """Run `action` in a child of its own; return its wait status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+            os._exit(0)
+        except BaseException:  # noqa: BLE001
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
 
 
 def run_lines(action: Callable[[], object], last: int | None) -> int:
@@ -102,18 +110,6 @@ def copier(source: Path) -> Callable[[Path], object]:
     return lambda folder: shutil.copytree(source, folder)
 
 
-def small_step(base: Path) -> Step:
-    """Return a step that touches every tensor."""
-    return random_step(Checkpoint(base).specs, state_at(base), 1)
-
-
-def large_step(base: Path) -> Step:
-    """Return a step that touches an eighth of the first tensor."""
-    specs = Checkpoint(base).specs
-    spec = next(iter(specs.values()))
-    return step_from(specs, state_at(base), [random_patch(spec, spec.numel // 8, "large")], 1)
-
-
 def tear(folder: Path, step: Step) -> None:
     """Leave a mirror as a death amid a step does: the journal written, and one of the patches."""
     torn = reopened(folder)
@@ -123,11 +119,11 @@ def tear(folder: Path, step: Step) -> None:
     patch_files.write_patches(torn.checkpoint, folder, step.patches[:1])
 
 
-def main(base: Path, large: Path, work: Path) -> dict[str, list[str]]:
+def main(base: Path, large: Path, steps: Path, work: Path) -> dict[str, list[str]]:
     """Kill what makes a mirror, and what advances copies of one that is clean, torn, or large."""
     mirror_of(base, work / "clean")
     mirror_of(large, work / "large")
-    small, big = small_step(base), large_step(large)
+    small, big = pickle.loads(steps.read_bytes())
     shutil.copytree(work / "clean", work / "torn")
     tear(work / "torn", small)
 
@@ -143,5 +139,4 @@ def main(base: Path, large: Path, work: Path) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.stdout.write(json.dumps(main(*map(Path, sys.argv[1:4]))))
+    sys.stdout.write(json.dumps(main(*map(Path, sys.argv[1:]))))

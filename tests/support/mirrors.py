@@ -1,4 +1,7 @@
-"""Steps of a mirror from version to version, and back, with the states they lead to worked out by hand."""
+"""Steps of a mirror from version to version, and back, with the states they lead to worked out by hand.
+
+Imported without torch: what forks hundreds of times pays for every page that torch brings.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.runs import State
-from tests.support.tensors import apply_by_hand, random_patch
 from tests.support.wire import RUN_ID
 from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.format.digest import format_digest, patch_digest, state_digest
 from vllm_delta_snapshot.stage.mirror import Mirror
 from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+
+State = dict[str, Bits]
+"""The bits of every tensor at one version."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,10 @@ def digest_of(specs: Mapping[str, TensorSpec], state: State) -> str:
 def step_from(specs: Mapping[str, TensorSpec], before: State, patches: Iterable[TensorPatch], version: int) -> Step:
     """Return the step that these patches make."""
     patches = list(patches)
-    after = before | {p.spec.name: apply_by_hand(before[p.spec.name], p) for p in patches}
+    after = {name: bits.copy() for name, bits in before.items()}
+    for patch in patches:
+        for position, value in zip(patch.positions.tolist(), patch.values.tolist(), strict=True):
+            after[patch.spec.name][position] = value
     old = {
         p.spec.name: format_digest(patch_digest(p.spec, p.positions, before[p.spec.name][p.positions])) for p in patches
     }
@@ -57,12 +65,6 @@ def inverse_of(specs: Mapping[str, TensorSpec], step: Step, version: int) -> Ste
     """Return the step back."""
     patches = [TensorPatch(p.spec, p.positions, step.before[p.spec.name][p.positions]) for p in step.patches]
     return step_from(specs, step.after, patches, version)
-
-
-def random_step(specs: Mapping[str, TensorSpec], before: State, version: int, *seed: object) -> Step:
-    """Return a step that changes about a third of every tensor, to any bit patterns."""
-    patches = [random_patch(spec, -(-spec.numel // 3), version, *seed) for spec in specs.values()]
-    return step_from(specs, before, patches, version)
 
 
 def mirror_of(base: Path, folder: Path, version: int = 0) -> Mirror:

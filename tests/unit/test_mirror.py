@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,22 +21,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.support import mirror_crash
 from tests.support.checkpoints import TINY_SPECS, snapshot_of, tiny_tensors, write_checkpoint
 from tests.support.mirrors import (
+    State,
     Step,
     digest_of,
     inverse_of,
     mirror_of,
-    random_step,
     reopened,
     state_at,
     step_from,
 )
 from tests.support.mounts import make_read_only, tmpfs
-from tests.support.runs import State, assert_same_state, make_run
+from tests.support.runs import assert_same_state, make_run
 from tests.support.strategies import patches_for
-from tests.support.tensors import TORCH_CODES, bits_of, patch_of, random_bits, special_bits, to_torch
+from tests.support.tensors import TORCH_CODES, bits_of, patch_of, random_bits, random_patch, special_bits, to_torch
 from tests.support.wire import RUN_ID
 from vllm_delta_snapshot import patch_files
 from vllm_delta_snapshot.checkpoint import Checkpoint
@@ -82,6 +83,11 @@ def mirror(base: Path, folder: Path) -> Mirror:
 @pytest.fixture(scope="module")
 def step(base: Path) -> Step:
     return random_step(SPECS, state_at(base), 1)
+
+
+def random_step(specs: dict[str, TensorSpec], before: State, version: int) -> Step:
+    """Return a step that changes about a third of every tensor, to any bit patterns."""
+    return step_from(specs, before, [random_patch(s, -(-s.numel // 3), version) for s in specs.values()], version)
 
 
 def tensors_of(specs: dict[str, TensorSpec], state: State) -> dict[str, torch.Tensor]:
@@ -759,31 +765,46 @@ def test_copied_weights_have_no_holes(tmp_path: Path):
 # --- death
 
 
+@dataclass(frozen=True)
+class Dead:
+    """The folders that killed stagers left, by what they were at."""
+
+    base: Path
+    small: Step
+    large: Step
+    folders: dict[str, list[str]]
+
+
 @pytest.fixture(scope="module")
-def dead(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[str]]]:
-    """Kill stagers by the hundred; return their folders and, under `base` and `large_base`, their checkpoints."""
+def dead() -> Iterator[Dead]:
     with tempfile.TemporaryDirectory(prefix="delta-snapshot-tests-", dir=RAM) as temporary:
         work = Path(temporary)
-        some = {name: tensor for name, tensor in tiny_tensors().items() if name.startswith("model.layers.0.")}
-        base = write_checkpoint(work / "base", some, shards=2)
-        wide = to_torch(random_bits("BF16", 4 << 20, "wide"), TensorSpec("wide", (4 << 20,), "BF16"))
-        large = write_checkpoint(work / "large_base", {"wide": wide})
-        command = [sys.executable, "-m", "tests.support.mirror_crash", str(base), str(large), str(work / "dead")]
+        some = {spec.name: spec for spec in TINY_SPECS if spec.name.startswith("model.layers.0.")}
+        base = write_checkpoint(work / "base", {name: tiny_tensors()[name] for name in some}, shards=2)
+        wide = TensorSpec("wide", (4 << 20,), "BF16")
+        bits = random_bits("BF16", wide.numel, "wide")
+        large = write_checkpoint(work / "large", {"wide": to_torch(bits, wide)})
+        steps = (
+            random_step(some, state_at(base), 1),
+            step_from({"wide": wide}, {"wide": bits}, [random_patch(wide, wide.numel // 8)], 1),
+        )
+        (work / "steps").write_bytes(pickle.dumps(steps))
+        arguments = map(str, (base, large, work / "steps", work / "dead"))
+        command = [sys.executable, "-m", "tests.support.mirror_crash", *arguments]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-        yield json.loads(done.stdout) | {"base": [str(base)], "large_base": [str(large)]}
+        yield Dead(base, *steps, json.loads(done.stdout))
 
 
-def test_create_killed_at_any_line_leaves_nothing_or_a_whole_mirror(dead: dict[str, list[str]]):
-    base = Path(dead["base"][0])
+def test_create_killed_at_any_line_leaves_nothing_or_a_whole_mirror(dead: Dead):
     outcomes = set()
-    for area in map(Path, dead["create"]):
+    for area in map(Path, dead.folders["create"]):
         found = Mirror.open(area / "mirror")
         outcomes.add(("whole" if found else "nothing", len(list(area.iterdir()))))
         if found is None:
             assert not (area / "mirror").exists()
-            mirror_of(base, area / "mirror")
+            mirror_of(dead.base, area / "mirror")
         assert [path.name for path in area.iterdir()] == ["mirror"]
-        assert_at(area / "mirror", 0, state_at(base))
+        assert_at(area / "mirror", 0, state_at(dead.base))
     assert outcomes == {("nothing", 0), ("nothing", 1), ("whole", 1)}
 
 
@@ -804,13 +825,11 @@ def finish(folder: Path, step: Step) -> str:
 
 @pytest.mark.parametrize(("what", "expected"), [("advance", {"old", "torn", "new"}), ("finish", {"torn", "new"})])
 def test_advance_killed_at_any_line_is_old_torn_or_new_and_is_finished_exactly(
-    dead: dict[str, list[str]], what: str, expected: set[str]
+    dead: Dead, what: str, expected: set[str]
 ):
-    step = mirror_crash.small_step(Path(dead["base"][0]))
-    assert {finish(Path(folder), step) for folder in dead[what]} == expected
+    assert {finish(Path(folder), dead.small) for folder in dead.folders[what]} == expected
 
 
-def test_advance_killed_at_any_moment_is_finished_exactly(dead: dict[str, list[str]]):
-    step = mirror_crash.large_step(Path(dead["large_base"][0]))
-    for folder in dead["large"]:
-        finish(Path(folder), step)
+def test_advance_killed_at_any_moment_is_finished_exactly(dead: Dead):
+    for folder in dead.folders["large"]:
+        finish(Path(folder), dead.large)

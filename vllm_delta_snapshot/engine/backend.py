@@ -88,7 +88,13 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         folder = checkpoint_folder(self.model_config, self.vllm_config.load_config, init_info.checkpoint)
         self._way = init_info.apply
         self._fitness = check_fitness(
-            self.model, folder, init_info.skip, way=self._way, are_weights_as_loaded=self._moved_to is None
+            self.model,
+            folder,
+            init_info.skip,
+            way=self._way,
+            are_weights_as_loaded=self._moved_to is None,
+            has_mirror=init_info.sync_dir is not None,
+            config=self.vllm_config,
         )
         failure: BaseException | None = None
         try:
@@ -161,7 +167,13 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         config = StagerConfig(sync_dir=sync_dir, checkpoint=str(folder))
         root = Path(init_info.stage_dir) if init_info.stage_dir else default_stage_root()
         places = self._fitness.plan.places
-        self._handoff = Handoff(config, root, places, timeout_s=init_info.init_timeout_s)
+        self._handoff = Handoff(
+            config,
+            root,
+            places,
+            timeout_s=init_info.init_timeout_s,
+            needs_mirror=bool(self._fitness.reload.modules),
+        )
         run_id = self._handoff.read_run().run_id
         if self._moved_to is None:
             self._at = _Weights(run_id, self._handoff.start_version, self._handoff.start_digest)
@@ -181,6 +193,8 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
     def _take_over_applied(self) -> None:
         """Be at the version that was applied, also if nobody said that the update is finished: the weights are."""
         applied, self._applied = self._applied, None
+        if self._handoff is not None and self._prepared is None:
+            self._handoff.release()
         if applied is None or applied.version is None:
             return
         self._at = self._moved_to = _Weights(self._at.run_id, applied.version, applied.state_digest)
@@ -248,7 +262,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         return openrl_update(folder, self._fitness.specs, self._fitness.plan.places)
 
     def _require_rollback(self, update_info: DeltaSnapshotUpdateInfo, version: int) -> None:
-        start = 0 if self._handoff is None else self._handoff.start_version
+        oldest = 0 if self._handoff is None else self._handoff.oldest_version
         if not update_info.allow_rollback:
             raise OutOfOrder(
                 "the engine is past that version",
@@ -256,10 +270,10 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
                 found=f"version {version}",
                 hint='To go back on purpose, say so: update_info {"version": N, "allow_rollback": true}.',
             )
-        if version < start:
+        if version < oldest:
             raise OutOfOrder(
                 "the engine cannot go back to before its checkpoint",
-                expected=f"version {start} or later",
+                expected=f"version {oldest} or later",
                 found=f"version {version}",
                 hint="Start an engine from that version: delta-snapshot materialize <sync_dir>@N <folder>",
             )
@@ -271,7 +285,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         started = time.monotonic()
         prepared, self._prepared = self._prepared, None
         try:
-            prepared.commit(self.model, self._way)
+            prepared.commit(self.model, self._way, self.vllm_config)
         except WeightsUncertain:
             self._is_uncertain = True
             raise

@@ -25,6 +25,7 @@ from vllm_delta_snapshot.engine.layers import examine_layers, refuse_layers
 from vllm_delta_snapshot.engine.live import gather, scatter
 from vllm_delta_snapshot.engine.load_plan import LoadPlan, PlanSummary, record_load_plan, with_probed_places
 from vllm_delta_snapshot.engine.log import logger
+from vllm_delta_snapshot.engine.reload import ReloadPlan, prove_reload, watched_loaders
 from vllm_delta_snapshot.engine.ways import Choice, Way, summary_of, table_of
 from vllm_delta_snapshot.errors import ApplyError, BaseMismatch, TensorRefused
 from vllm_delta_snapshot.stage.mapping import map_update
@@ -45,11 +46,13 @@ class Fitness:
         plan: where this worker holds the checkpoint's tensors.
         specs: the checkpoint's tensors.
         choices: by name, the way in which each is served.
+        reload: the layers of this worker that are reloaded.
     """
 
     plan: LoadPlan
     specs: Mapping[str, TensorSpec]
     choices: Mapping[str, Choice] = field(default_factory=dict)
+    reload: ReloadPlan = field(default_factory=ReloadPlan)
 
     @property
     def skipped(self) -> frozenset[str]:
@@ -66,17 +69,24 @@ class Fitness:
         if self.plan.is_current(model):
             return self
         logger.info("parameters were re-created: recording their places again")
-        plan = _record(model, self.specs)
+        plan, reload = _record(model, self.specs)
         exact = [name for name in self.plan.places.pieces if self.plan.is_exact(name)]
         plan = with_probed_places(model, plan, [self.specs[name] for name in exact if not plan.is_exact(name)])
         lost = [name for name in exact if not plan.is_exact(name)]
         if lost:
             raise TensorRefused("tensors lost their exact place when they were re-created", tensor=", ".join(lost[:5]))
-        return Fitness(plan, self.specs, self.choices)
+        return Fitness(plan, self.specs, self.choices, reload)
 
 
 def check_fitness(
-    model: Any, folder: Path, skip: Iterable[str], *, way: Way = "scatter", are_weights_as_loaded: bool
+    model: Any,
+    folder: Path,
+    skip: Iterable[str],
+    *,
+    way: Way = "scatter",
+    are_weights_as_loaded: bool,
+    has_mirror: bool = False,
+    config: Any = None,
 ) -> Fitness:
     """Make all checks and choose. Collective over the engine's workers; every weight is afterwards what it was.
 
@@ -87,6 +97,8 @@ def check_fitness(
         way: how plain weights are written.
         are_weights_as_loaded: whether the live weights should still be the checkpoint's. After updates they are not;
             then their bits cannot be compared with it, and were when the engine was first initialized.
+        has_mirror: whether there will be a mirror of the checkpoint to reload layers from.
+        config: vLLM's configuration of the engine.
 
     Raises:
         TensorRefused: layers or tensors that cannot be updated exactly; named.
@@ -95,22 +107,24 @@ def check_fitness(
         ObjectNotFound, CorruptFile, UnsupportedFormat: the checkpoint cannot be read.
     """
     failure: BaseException | None = None
-    plan = LoadPlan()
+    plan, reload, reloads = LoadPlan(), ReloadPlan(), {}
     try:
         checkpoint = Checkpoint(folder)
-        plan = _record(model, checkpoint.specs)
+        plan, reload = _record(model, checkpoint.specs)
+        reloads = _reload_reasons(model, plan, reload, checkpoint, has_mirror, are_weights_as_loaded, config)
     except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
         failure = error
     agree(failure)
-    summaries: list[PlanSummary] = gather_from_workers(plan.summary())
+    summaries: list[PlanSummary] = gather_from_workers(plan.summary(reloads))
     rearranged = [
         spec
         for spec in checkpoint.specs.values()
-        if why_no_place(spec, summaries) and not any(spec.name in summary.problems for summary in summaries)
+        if why_no_place(spec, summaries)
+        and not any(spec.name in s.problems or spec.name in s.reloads for s in summaries)
     ]
     if rearranged:
         plan = with_probed_places(model, plan, rearranged)
-        summaries = gather_from_workers(plan.summary())
+        summaries = gather_from_workers(plan.summary(reloads))
     choices = choose_ways(summaries, checkpoint.specs, skip, way)
     compared = 0
     try:
@@ -122,13 +136,47 @@ def check_fitness(
     for row in table_of(choices):
         logger.info("way=%s tensors=%d example=%s %s", row[0], row[2], row[3], row[1])
     logger.info("fit for updates: %s elements_compared=%d", summary_of(choices), compared)
-    return Fitness(plan, checkpoint.specs, choices)
+    return Fitness(plan, checkpoint.specs, choices, reload)
 
 
-def _record(model: Any, specs: Mapping[str, TensorSpec]) -> LoadPlan:
+def _record(model: Any, specs: Mapping[str, TensorSpec]) -> tuple[LoadPlan, ReloadPlan]:
     layers = examine_layers(model)
-    refuse_layers({**layers.refused, **layers.quantized})
-    return record_load_plan(model, specs, reasons=layers.reason_of_storages())
+    refuse_layers(layers.refused)
+    reload = ReloadPlan({name: layers.modules[name] for name in layers.quantized})
+    plan = record_load_plan(
+        model,
+        specs,
+        reasons=layers.reason_of_storages(),
+        watching=lambda stand_ins: watched_loaders(reload, stand_ins),
+    )
+    return plan, reload
+
+
+def _reload_reasons(
+    model: Any,
+    plan: LoadPlan,
+    reload: ReloadPlan,
+    checkpoint: Checkpoint,
+    has_mirror: bool,
+    are_weights_as_loaded: bool,
+    config: Any,
+) -> dict[str, str]:
+    """Return the layer that each tensor is reloaded with, after proving that it can be; problems go into the plan."""
+    reasons: dict[str, str] = {}
+    if reload.modules and not has_mirror:
+        reasons = dict.fromkeys(reload.modules, "can only be reloaded from a mirror, so it needs a run to follow")
+    elif reload.modules and are_weights_as_loaded:
+        reasons = prove_reload(model, reload, checkpoint.specs, checkpoint.bits, config)
+    layers = examine_layers(model)
+    problems: Any = plan.problems
+    reloads = {}
+    for layer, names in reload.tensors.items():
+        described = f"{layer} ({layers.quantized.get(layer, 'quantized')})"
+        for name in names:
+            if layer in reasons:
+                problems.setdefault(name, f"{described}: {reasons[layer]}")
+            reloads[name] = described
+    return reloads
 
 
 def choose_ways(
@@ -152,7 +200,11 @@ def choose_ways(
     choices: dict[str, Choice] = {}
     for name, spec in specs.items():
         reason = why_no_place(spec, summaries)
-        if reason is None:
+        layer = next((summary.reloads[name] for summary in summaries if name in summary.reloads), None)
+        is_problem = any(name in summary.problems for summary in summaries)
+        if layer is not None and not is_problem:
+            choices[name] = Choice("reload", layer)
+        elif reason is None:
             choices[name] = Choice(way)
         elif any(fnmatchcase(name, pattern) for pattern in patterns):
             choices[name] = Choice("skip", reason)

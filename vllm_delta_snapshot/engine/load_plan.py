@@ -34,10 +34,12 @@ class PlanSummary:
     Attributes:
         boxes: by checkpoint name, which elements have an exact place there, and how many they are.
         problems: why a tensor has none.
+        reloads: by checkpoint name, the layer that is reloaded when the tensor changes.
     """
 
     boxes: Mapping[str, frozenset[tuple[Box, int]]]
     problems: Mapping[str, str]
+    reloads: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +66,18 @@ class LoadPlan:
         """Say whether a tensor is on this worker, and every element has its place."""
         return bool(self.places.pieces.get(name)) and name not in self.problems
 
-    def summary(self) -> PlanSummary:
-        """Return the plan without places, to tell other workers."""
+    def summary(self, reloads: Mapping[str, str] | None = None) -> PlanSummary:
+        """Return the plan without places, to tell other workers.
+
+        Args:
+            reloads: see `PlanSummary`.
+        """
         boxes = {
             name: frozenset((piece.box, piece.size) for piece in pieces)
             for name, pieces in self.places.pieces.items()
             if self.is_exact(name)
         }
-        return PlanSummary(boxes, dict(self.problems))
+        return PlanSummary(boxes, dict(self.problems), dict(reloads or {}))
 
 
 def fingerprint_of(model: torch.nn.Module) -> Fingerprint:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from vllm_delta_snapshot.engine.agree import agree, gather_from_workers
 from vllm_delta_snapshot.engine.apply import apply
 from vllm_delta_snapshot.engine.fitness import Fitness
 from vllm_delta_snapshot.engine.lanes import LiveLane, RunDigest, digest_old, ready_lane
-from vllm_delta_snapshot.engine.load_plan import LoadPlan
+from vllm_delta_snapshot.engine.reload import LayerBackup, reload_layers
 from vllm_delta_snapshot.engine.updates import Update
 from vllm_delta_snapshot.engine.verify import verify_old
 from vllm_delta_snapshot.engine.ways import Way
@@ -33,18 +34,25 @@ class PreparedUpdate:
 
     Attributes:
         update: what it is.
-        plan: where this worker holds the tensors.
+        fitness: where this worker holds the tensors.
         lanes: what is written, and what was there.
+        layers: what is reloaded, and what was there.
         proven: how many tensors' old values were proven to be the published ones.
     """
 
     update: Update
-    plan: LoadPlan
+    fitness: Fitness
     lanes: Sequence[LiveLane]
+    layers: LayerBackup
     proven: int
 
-    def commit(self, model: torch.nn.Module, way: Way) -> None:
+    def commit(self, model: torch.nn.Module, way: Way, config: Any = None) -> None:
         """Write and read back. Collective over the engine's workers; generation must be paused.
+
+        Args:
+            model: the live model.
+            way: how plain weights are written.
+            config: vLLM's configuration of the engine.
 
         Raises:
             ApplyError: this worker or another failed; all have their old weights.
@@ -53,10 +61,12 @@ class PreparedUpdate:
         failure: BaseException | None = None
         is_written = False
         try:
-            if not (self.plan.is_current(model) and all(lane.seems_old() for lane in self.lanes)):
+            if not (self.fitness.plan.is_current(model) and all(lane.seems_old() for lane in self.lanes)):
                 raise ApplyError("live weights were changed since this update was prepared", hint="Ask again.")
             is_written = True
             apply(model, self.lanes, self.update, way)
+            if self.layers.modules:
+                self._reload(model, config)
         except BaseException as error:  # noqa: BLE001 - whatever it was, the other workers must hear of it
             failure = error
         try:
@@ -71,10 +81,16 @@ class PreparedUpdate:
                 ) from error
             raise
 
+    def _reload(self, model: torch.nn.Module, config: Any) -> None:
+        if self.update.bits is None:
+            raise ApplyError("there is no mirror to reload layers from", tensor=", ".join(self.layers.modules))
+        layers = list(self.layers.modules)
+        reload_layers(model, self.fitness.reload, layers, self.fitness.specs, self.update.bits, config)
+
     def _undo(self) -> bool:
         """Put the old values back; say whether they are."""
         with contextlib.suppress(Exception):
-            is_old = True
+            is_old = self.layers.restore()
             for lane in self.lanes:
                 is_old &= lane.undo()
             return is_old
@@ -97,18 +113,22 @@ def prepare(fitness: Fitness, update: Update) -> PreparedUpdate:
     """
     failure: BaseException | None = None
     lanes: list[LiveLane] = []
+    layers = LayerBackup({}, ())
     digests: list[RunDigest] = []
     try:
         _check_names(fitness, update)
         lanes = [ready_lane(fitness.plan, lane) for lane in update.lanes]
+        touched = fitness.reload.touched(update.changed)
+        layers = LayerBackup.of({layer: fitness.reload.modules[layer] for layer in touched})
         if update.old_digests:
             digests = [digest for lane in lanes for digest in digest_old(fitness.plan, lane)]
     except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
         failure = error
     agree(failure)
-    served = {name: digest for name, digest in update.old_digests.items() if name not in fitness.skipped}
+    written = {name for name, choice in fitness.choices.items() if choice.way in ("scatter", "loader")}
+    served = {name: digest for name, digest in update.old_digests.items() if name in written}
     proven = verify_old(gather_from_workers(digests), served, update.changed)
-    return PreparedUpdate(update, fitness.plan, lanes, proven)
+    return PreparedUpdate(update, fitness, lanes, layers, proven)
 
 
 def _check_names(fitness: Fitness, update: Update) -> None:

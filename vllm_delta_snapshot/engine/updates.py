@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.errors import BaseMismatch, CorruptFile, RunMismatch
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.openrl import read_folder_metadata, read_openrl_delta
@@ -31,6 +32,7 @@ class Update:
         old_digests: by name, the digest of the values they start from; empty for an OpenRL folder.
         lanes: what this worker writes.
         patches: reads the patches themselves, in checkpoint coordinates.
+        bits: returns all elements of a tensor at the version they lead to, from the mirror; if there is one.
     """
 
     version: int | None
@@ -39,6 +41,7 @@ class Update:
     old_digests: Mapping[str, str]
     lanes: Sequence[Lane]
     patches: Callable[[], Sequence[TensorPatch]]
+    bits: Callable[[str], Bits] | None = None
 
 
 def staged_update(
@@ -86,6 +89,7 @@ def staged_update(
         {name: digest for name, _, digest in fields["tensors"]},
         lanes,
         lambda: _decode(staged.patches, specs),
+        staged.mirror.bits if staged.mirror else None,
     )
 
 

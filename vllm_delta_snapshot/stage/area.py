@@ -13,6 +13,8 @@
     <area>/wanted/<base>-<version>     an update that a worker asked for; going back is only done when asked
     <area>/fetched/<version>/          verified copies of publications
     <area>/staged/<base>-<version>/    one update each, in the form of a delta folder; appears by rename
+    <area>/mirror/                     the checkpoint at some version, if a worker has layers that must be reloaded
+    <area>/mirror.target               which version the mirror is wanted at
     <area>/mapped/<base>-<version>-<places>/   the same, mapped for a worker; appears by rename
 
 The folder belongs to this user alone (mode 0700); what lies in it is trusted.
@@ -99,6 +101,8 @@ class StageArea:
         self.fetched = path / "fetched"
         self.staged = path / "staged"
         self.mapped = path / "mapped"
+        self.mirror = path / "mirror"
+        self.mirror_target = path / "mirror.target"
 
     @classmethod
     def of(cls, root: Path, config: StagerConfig) -> StageArea:
@@ -156,6 +160,13 @@ class StageArea:
     def wanted_file(self, base_version: int, version: int) -> Path:
         """Return the file that says that somebody wants that update."""
         return self.wanted / f"{base_version:08d}-{version:08d}"
+
+    def read_mirror_target(self) -> int | None:
+        """Return the version that the mirror is wanted at; ``None`` if nobody needs a mirror."""
+        try:
+            return int(self.mirror_target.read_text())
+        except FileNotFoundError:
+            return None
 
     def fetched_folder(self, version: int) -> Path:
         """Return where the files of a publication are kept."""

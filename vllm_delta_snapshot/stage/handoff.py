@@ -7,6 +7,7 @@ file name.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from vllm_delta_snapshot.errors import NotStaged, StageError, error_of_fields
+from vllm_delta_snapshot.errors import FormatError, NotStaged, StageError, StoreError, error_of_fields
 from vllm_delta_snapshot.format.run import RunInfo
 from vllm_delta_snapshot.stage.area import StageArea, StagerConfig, StagerState, is_locked
 from vllm_delta_snapshot.stage.attachment import Attachment
+from vllm_delta_snapshot.stage.mirror import Mirror
+from vllm_delta_snapshot.stage.mirror_marker import Pin
 from vllm_delta_snapshot.stage.places import PlaceMap
 
 __all__ = ["Handoff", "StagedUpdate"]
@@ -35,10 +38,12 @@ class StagedUpdate:
     Attributes:
         patches: in the form of a delta folder.
         mapped: mapped for the worker that asked (see `read_lanes`).
+        mirror: the checkpoint at the version it leads to, held still until `Handoff.release`; if one was asked for.
     """
 
     patches: Path
     mapped: Path
+    mirror: Mirror | None = None
 
 
 class Handoff:
@@ -48,29 +53,43 @@ class Handoff:
         config: what to follow.
         root: the folder for stage areas.
         places: where the worker's weights lie.
+        needs_mirror: whether the worker has layers that must be reloaded.
         timeout_s: how long the stager may take to find out which version the checkpoint is. It reads every byte of
             the checkpoint once.
 
     Attributes:
         start_version: the version that the engine's checkpoint is.
         start_digest: its state digest.
+        oldest_version: the earliest version that the engine can be brought back to.
 
     Raises:
         StageError: the stager did not start, or did not get ready in time.
         DeltaSnapshotError: what the stager found wrong with the run, the store or the checkpoint.
     """
 
-    def __init__(self, config: StagerConfig, root: Path, places: PlaceMap, *, timeout_s: float) -> None:
+    def __init__(
+        self, config: StagerConfig, root: Path, places: PlaceMap, *, timeout_s: float, needs_mirror: bool = False
+    ) -> None:
+        started_from = _mirror_started_from(config)
+        if started_from is not None:
+            config = config.model_copy(update={"checkpoint": started_from.made_from})
         self._area = StageArea.of(root, config)
         self._attachment = Attachment(self._area)
         self._places = ""
+        self._needs_mirror = needs_mirror
+        self._mirror: Mirror | None = None
+        self._pin: Pin | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths = 0
         try:
             state = self._wait_until_following(timeout_s)
-            self.start_version = state.start_version
+            self.start_version = self.oldest_version = state.start_version
             self.start_digest = state.start_digest
-            self._version = state.start_version
+            if started_from is not None:
+                self.start_version, self.start_digest = started_from.version, started_from.state_digest
+            self._version = self.start_version
+            if needs_mirror and self._area.read_mirror_target() is None:
+                self._area.write(self._area.mirror_target, str(self.start_version).encode())
             self.set_places(places)
         except BaseException:
             self.close()
@@ -112,7 +131,7 @@ class Handoff:
         )
         if found.mapped.is_dir():
             self._deaths = 0
-            return found
+            return self._with_mirror(found, version) if self._needs_mirror else found
         self._area.wanted_file(base_version, version).touch()
         self._ensure_stager()
         state = self._area.read_state()
@@ -124,6 +143,41 @@ class Handoff:
             f"version {version} is not staged",
             expected=f"an update from version {base_version}",
             found=f"newest fetched is version {state.newest}" if state else "the stager is starting",
+            hint="Ask again, or give update_info a longer timeout_s.",
+        )
+
+    def release(self) -> None:
+        """Let the mirror go on. Nothing happens the second time."""
+        if self._pin is not None:
+            self._pin.close()
+            self._pin = None
+
+    def _with_mirror(self, found: StagedUpdate, version: int) -> StagedUpdate:
+        """Hold the mirror at `version`, or ask for it.
+
+        Raises:
+            NotStaged: it is not there yet.
+        """
+        self.release()
+        try:
+            if self._mirror is None:
+                self._mirror = Mirror.open(self._area.mirror)
+            if self._mirror is not None:
+                self._pin = self._mirror.pin(version)
+                return dataclasses.replace(found, mirror=self._mirror)
+        except NotStaged:
+            pass  # asked for below
+        except (FormatError, StoreError) as error:
+            self._mirror = None  # the stager finds that too, and makes it anew
+            raise NotStaged("the mirror is being made anew", file=str(self._area.mirror), found=error) from error
+        self._area.write(self._area.mirror_target, str(version).encode())
+        self._ensure_stager()
+        state = self._area.read_state()
+        if state and state.problem and state.problem.version <= version:
+            raise error_of_fields(state.problem.error)
+        raise NotStaged(
+            f"the mirror is not at version {version}",
+            file=str(self._area.mirror),
             hint="Ask again, or give update_info a longer timeout_s.",
         )
 
@@ -145,6 +199,7 @@ class Handoff:
 
     def close(self) -> None:
         """Let go of the stager; it ends when the last worker has. Nothing happens the second time."""
+        self.release()
         self._attachment.close()
 
     def _wait_until_following(self, timeout_s: float) -> StagerState:
@@ -199,3 +254,9 @@ class Handoff:
         deadline = time.monotonic() + timeout_s
         while is_locked(self._area.lock) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+
+
+def _mirror_started_from(config: StagerConfig) -> Mirror | None:
+    """Return the mirror that the engine was started from, if the checkpoint that it was made from is still there."""
+    mirror = Mirror.open(Path(config.checkpoint))
+    return mirror if mirror is not None and Path(mirror.made_from).is_dir() else None

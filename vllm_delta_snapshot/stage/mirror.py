@@ -146,6 +146,11 @@ class Mirror:
         return self._marker.state_digest
 
     @property
+    def made_from(self) -> str:
+        """The folder of the checkpoint that it was made from."""
+        return self._marker.checkpoint
+
+    @property
     def advancing_to(self) -> Target | None:
         """Where it is on its way to."""
         return self._marker.advancing_to

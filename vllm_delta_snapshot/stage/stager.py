@@ -19,7 +19,13 @@ from pathlib import Path
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.delta_folder import Lineage, WriterNotes, write_delta_folder
-from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, DeltaSnapshotError, OutOfOrder, StageError
+from vllm_delta_snapshot.errors import (
+    BaseMismatch,
+    BrokenChain,
+    DeltaSnapshotError,
+    OutOfOrder,
+    StageError,
+)
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.openrl import read_folder_metadata
@@ -30,6 +36,7 @@ from vllm_delta_snapshot.stage.attachment import Worker, living_workers
 from vllm_delta_snapshot.stage.decode import decode
 from vllm_delta_snapshot.stage.fetch import fetch
 from vllm_delta_snapshot.stage.mapping import map_update, write_lanes
+from vllm_delta_snapshot.stage.mirror_keeper import MirrorKeeper
 from vllm_delta_snapshot.stage.places import PlaceMap
 from vllm_delta_snapshot.store import open_store
 from vllm_delta_snapshot.store.posix import PosixStore
@@ -100,6 +107,7 @@ class Stager:
         version = self._version_of(checkpoint, run.base.state_digest)
         self._specs = run.specs()
         self._run_id = run.run_id
+        self._mirror = MirrorKeeper(self._area, checkpoint, run.run_id, version)
         # A stager that takes over from a dead one has no use for what all workers have already.
         newest = min((worker.version for worker in living_workers(self._area, version)), default=version)
         update = {
@@ -138,7 +146,22 @@ class Stager:
                         self._map(base, version, worker.places)
             except DeltaSnapshotError as error:
                 self._report(max(base, version), error)
+        self._keep_mirror()
         self._prune(bases)
+
+    def _keep_mirror(self) -> None:
+        target = self._area.read_mirror_target()
+        if target is None or not self._state.start_version <= target <= self._state.newest:
+            return
+        try:
+            self._mirror.keep(target, self._update_between)
+        except DeltaSnapshotError as error:
+            self._report(target, error)
+
+    def _update_between(self, base: int, version: int) -> tuple[DeltaMetadata, list[TensorPatch]]:
+        if not self._area.staged_folder(base, version).exists():
+            self._stage(base, version)
+        return self._staged(base, version)
 
     def _fetch_new(self) -> None:
         """Fetch and check every new version, in order; stop at the first that is wrong."""
@@ -219,12 +242,7 @@ class Stager:
         started = time.monotonic()
         if places not in self._places:
             self._places[places] = PlaceMap.load(self._area.places / places)
-        staged = self._area.staged_folder(base, version)
-        metadata = read_folder_metadata(staged)
-        if not isinstance(metadata, DeltaMetadata):
-            raise StageError("a staged update lost its lineage", file=str(staged))
-        is_at_hand = version == base + 1 and version in self._patches
-        patches = self._patches[version] if is_at_hand else decode(metadata, staged, self._specs)
+        metadata, patches = self._staged(base, version)
         work = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
         try:
             work.mkdir()
@@ -233,6 +251,15 @@ class Stager:
         finally:
             shutil.rmtree(work, ignore_errors=True)
         logger.info("mapped base=%d version=%d seconds=%.3f", base, version, time.monotonic() - started)
+
+    def _staged(self, base: int, version: int) -> tuple[DeltaMetadata, list[TensorPatch]]:
+        if version == base + 1 and version in self._patches:
+            return self._metadata[version], self._patches[version]
+        staged = self._area.staged_folder(base, version)
+        metadata = read_folder_metadata(staged)
+        if not isinstance(metadata, DeltaMetadata):
+            raise StageError("a staged update lost its lineage", file=str(staged))
+        return metadata, decode(metadata, staged, self._specs)
 
     def _stage_one(self, version: int, work: Path) -> None:
         metadata = self._metadata[version]
