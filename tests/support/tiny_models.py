@@ -55,14 +55,59 @@ def _gemma3(transformers: Any) -> Any:
     )
 
 
+def _gemma4(transformers: Any) -> Any:
+    return transformers.Gemma4TextConfig(
+        **_COMMON,
+        head_dim=32,
+        global_head_dim=64,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"],
+        vocab_size_per_layer_input=512,
+        hidden_size_per_layer_input=32,
+        num_kv_shared_layers=0,
+    )
+
+
+def _mixtral(transformers: Any) -> Any:
+    return transformers.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)
+
+
+def _phi3(transformers: Any) -> Any:
+    return transformers.Phi3Config(**_COMMON, pad_token_id=0, eos_token_id=1, bos_token_id=1, tie_word_embeddings=False)
+
+
+def _gpt2(transformers: Any) -> Any:
+    return transformers.GPT2Config(vocab_size=512, n_positions=512, n_embd=128, n_layer=2, n_head=4)
+
+
+def _gptoss(transformers: Any) -> Any:
+    return transformers.GptOssConfig(
+        **_COMMON,
+        head_dim=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"],
+        tie_word_embeddings=False,
+    )
+
+
 ARCHITECTURES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "qwen3": (_qwen3, "Qwen3ForCausalLM"),
     "llama_tied": (_llama_tied, "LlamaForCausalLM"),
     "qwen2_bias": (_qwen2_bias, "Qwen2ForCausalLM"),
     "qwen3_moe": (_qwen3_moe, "Qwen3MoeForCausalLM"),
     "gemma3": (_gemma3, "Gemma3ForCausalLM"),
+    "gemma4": (_gemma4, "Gemma4ForCausalLM"),
+    "mixtral": (_mixtral, "MixtralForCausalLM"),
+    "phi3": (_phi3, "Phi3ForCausalLM"),
+    "gpt2": (_gpt2, "GPT2LMHeadModel"),
+    "gptoss": (_gptoss, "GptOssForCausalLM"),
 }
 """By name: what makes the configuration, and the class that vLLM serves."""
+
+WEIGHTS_ONLY = frozenset({"gptoss"})
+"""Architectures that vLLM loads on a CPU but cannot run there: an operator is missing from its CPU build."""
 
 
 def make_model(architecture: str, folder: Path, *, seed: int = 0) -> torch.nn.Module:
@@ -84,10 +129,12 @@ def make_model(architecture: str, folder: Path, *, seed: int = 0) -> torch.nn.Mo
 
 
 def train_step(model: torch.nn.Module, number: int, *, density: float = 0.02) -> None:
-    """Change about `density` of every master weight, by enough to change what the model says."""
+    """Change about `density` of every master weight and at least one, by enough to change what the model says."""
     generator = torch.Generator().manual_seed(number)
+    weights = {tensor.data_ptr(): tensor for tensor in model.state_dict().values() if tensor.is_floating_point()}
     with torch.no_grad():
-        for parameter in model.parameters():
-            chosen = torch.rand(parameter.shape, generator=generator) < density
-            noise = torch.randn(parameter.shape, generator=generator) * 0.2
-            parameter.copy_(torch.where(chosen, parameter * 1.25 + noise, parameter))
+        for weight in weights.values():  # tied ones once; loaded buffers, as Gemma 4 has them, too
+            chosen = torch.rand(weight.shape, generator=generator) < density
+            chosen.view(-1)[number % chosen.numel()] = True
+            noise = torch.randn(weight.shape, generator=generator) * 0.2
+            weight.copy_(torch.where(chosen, weight * 1.25 + noise, weight))

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import reference
@@ -17,8 +17,10 @@ from vllm_delta_snapshot.format.digest import (
     file_digest,
     format_digest,
     patch_digest,
+    seeded_digests,
     state_digest,
     tensor_digest,
+    term_seeds,
 )
 from vllm_delta_snapshot.types import TensorPatch, TensorSpec
 
@@ -101,6 +103,55 @@ def test_digest_of_a_split_patch_is_the_sum_of_its_parts():
     patch = random_patch(spec, 100)
     parts = [patch_digest(spec, patch.positions[i::3], patch.values[i::3]) for i in range(3)]
     assert add_digests(*parts) == patch_digest(spec, patch.positions, patch.values)
+
+
+def seeded(patches: list[TensorPatch]) -> list[int]:
+    """The digests of runs that follow each other, as a lane has them."""
+    seeds = np.concatenate([term_seeds(p.spec, p.positions) for p in patches])
+    bits = np.concatenate([p.values for p in patches])
+    starts = np.cumsum([0, *(p.changed for p in patches[:-1])])
+    return seeded_digests(seeds, bits, starts).tolist()
+
+
+@pytest.mark.parametrize("code", ALL_CODES)
+def test_seeded_digests_of_special_patterns_equal_the_patches(code: str):
+    bits = special_bits(code)
+    spec = TensorSpec("w", (bits.size,), code)
+    patches = [TensorPatch(spec, all_positions(bits.size), bits), TensorPatch(spec, all_positions(1), bits[:1])]
+    assert seeded(patches) == [patch_digest(p.spec, p.positions, p.values) for p in patches]
+
+
+near_borders = st.one_of(st.integers(1, 9), st.sampled_from([s for s in BORDERS if s]), st.integers(1, 3 * CHUNK))
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(["I8", "BF16", "F32", "F64"]), st.lists(near_borders, min_size=1, max_size=6))
+def test_seeded_digests_of_any_runs_equal_the_patches(code: str, sizes: list[int]):
+    patches = [random_patch(TensorSpec(f"{i}", (size + 7,), code), size) for i, size in enumerate(sizes)]
+    assert seeded(patches) == [patch_digest(p.spec, p.positions, p.values) for p in patches]
+
+
+@pytest.mark.parametrize("sizes", [[CHUNK] * 2, [CHUNK, 1, CHUNK - 1, 1], [1] * (CHUNK + 2), [2 * CHUNK, 1]], ids=len)
+def test_seeded_digests_of_runs_that_end_at_chunk_borders_equal_the_patches(sizes: list[int]):
+    whole = random_patch(TensorSpec("w", (sum(sizes),), "BF16"), sum(sizes))
+    starts = np.cumsum([0, *sizes[:-1]])
+    found = seeded_digests(term_seeds(whole.spec, whole.positions), whole.values, starts)
+    some = np.unique(np.r_[0 : len(sizes) : 1 + len(sizes) // 50, len(sizes) - 3 : len(sizes)].clip(0))
+    for run in some.tolist():
+        part = slice(starts[run], starts[run] + sizes[run])
+        assert int(found[run]) == patch_digest(whole.spec, whole.positions[part], whole.values[part])
+    assert add_digests(*found.tolist()) == patch_digest(whole.spec, whole.positions, whole.values)
+
+
+def test_seeded_digests_of_no_runs_are_none():
+    nothing = np.zeros(0, np.uint64)
+    assert seeded_digests(nothing, np.zeros(0, np.uint16), np.zeros(0, np.int64)).tolist() == []
+
+
+def test_term_seeds_of_positions_past_32_bits_equal_reference():
+    spec = TensorSpec("w", (2**34,), "BF16")
+    patch = random_patch(spec, 50, "far")
+    assert seeded([patch]) == [reference.digest(spec, patch.positions.tolist(), patch.values.tolist())]
 
 
 def state(seed: int = 0) -> list[tuple[TensorSpec, Bits]]:

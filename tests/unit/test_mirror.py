@@ -1,6 +1,7 @@
 """The mirror: exact at every version, whole or plainly torn after any death, and never written under a reader."""
 
 import errno
+import fcntl
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -519,6 +521,24 @@ def test_pin_of_a_mirror_that_was_made_anew_is_of_the_new_one(base: Path, folder
     mirror_of(base, folder)
     with mirror.pin(0):
         assert_same_state({name: mirror.bits(name) for name in SPECS}, step.before)
+
+
+def test_pin_of_a_lock_that_was_taken_away_before_it_was_had_is_not_staged(
+    base: Path, folder: Path, mirror: Mirror, step: Step, monkeypatch: pytest.MonkeyPatch
+):
+    real = fcntl.flock
+
+    def late(file: IO[bytes], operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        Mirror.remove(folder)
+        mirror_of(base, folder)
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(NotStaged):
+        mirror.pin(0)
+    with mirror.pin(0), pytest.raises(MirrorBusy):
+        step.take(reopened(folder))
 
 
 def test_pin_of_a_mirror_that_is_gone_is_a_stage_error(folder: Path, mirror: Mirror):

@@ -10,38 +10,12 @@ import numpy as np
 import pytest
 
 from tests.support import damage
+from tests.support.hosts import Host
 from tests.support.runs import TinyRun, make_run
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.errors import error_of_fields
-from vllm_delta_snapshot.format.metadata import DeltaMetadata
-from vllm_delta_snapshot.format.openrl import read_folder_metadata
+from vllm_delta_snapshot.errors import StageError, error_of_fields
 from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.stage.area import StageArea, StagerConfig, StagerState
-from vllm_delta_snapshot.stage.attachment import Attachment
-from vllm_delta_snapshot.stage.decode import decode
-from vllm_delta_snapshot.stage.stager import Stager
-
-
-class Host:
-    """One host: a stage area, its stager, and workers that attach."""
-
-    def __init__(self, run: TinyRun, root: Path, checkpoint: Path | None = None) -> None:
-        config = StagerConfig(sync_dir=str(run.sync_dir), checkpoint=str(checkpoint or run.base), retry_interval_s=1e-9)
-        self.area = StageArea.of(root, config)
-        self.workers = [Attachment(self.area)]
-        self.stager = Stager(self.area)
-        self.stager.start()
-
-    @property
-    def state(self) -> StagerState:
-        """What the stager says of itself."""
-        state = self.area.read_state()
-        assert state is not None
-        return state
-
-    def staged(self) -> set[str]:
-        """Return the names of what is staged."""
-        return {path.name for path in self.area.staged.iterdir()}
+from vllm_delta_snapshot.stage.area import StageArea, StagerConfig
 
 
 @pytest.fixture
@@ -53,47 +27,22 @@ def run(tmp_path: Path) -> TinyRun:
 def host(run: TinyRun, tmp_path: Path) -> Iterator[Host]:
     host = Host(run, tmp_path / "stage")
     yield host
-    for worker in host.workers:
-        worker.close()
-
-
-def check_update(host: Host, run: TinyRun, base: int, version: int) -> DeltaMetadata:
-    """Apply what is staged by hand, and compare with the trainer's state."""
-    folder = host.area.staged_folder(base, version)
-    metadata = read_folder_metadata(folder)
-    assert isinstance(metadata, DeltaMetadata)
-    assert (metadata.base_version, metadata.version) == (base, version)
-    state = {name: bits.copy() for name, bits in run.history[base].items()}
-    for patch in decode(metadata, folder, run.specs):
-        state[patch.spec.name][patch.positions] = patch.values
-    assert {n: b.tolist() for n, b in state.items()} == {n: b.tolist() for n, b in run.history[version].items()}
-    return metadata
+    host.close()
 
 
 def test_stager_stages_one_update_to_the_newest_version(host: Host, run: TinyRun) -> None:
     host.stager.step()
     assert host.staged() == {"00000000-00000003"}
-    metadata = check_update(host, run, 0, 3)
+    metadata = host.check_update(0, 3)
     assert metadata.state_digest == run.record(3).state_digest
     assert metadata.base_state_digest == run.record(1).base_state_digest
-
-
-def test_merged_update_knows_the_digest_of_the_values_it_replaces(host: Host, run: TinyRun) -> None:
-    from vllm_delta_snapshot.format.digest import format_digest, patch_digest
-
-    host.stager.step()
-    folder = host.area.staged_folder(0, 3)
-    metadata = check_update(host, run, 0, 3)
-    for entry, patch in zip(metadata.tensors, decode(metadata, folder, run.specs), strict=True):
-        old = run.history[0][entry.name][patch.positions]
-        assert entry.old_digest == format_digest(patch_digest(patch.spec, patch.positions, old))
 
 
 def test_stager_goes_on_from_where_the_worker_is(host: Host, run: TinyRun) -> None:
     host.workers[0].tell(2)
     host.stager.step()
     assert host.staged() == {"00000002-00000003"}
-    check_update(host, run, 2, 3)
+    host.check_update(2, 3)
 
 
 def test_new_version_is_staged_beside_the_old_one_until_the_worker_has_moved(host: Host, run: TinyRun) -> None:
@@ -106,24 +55,24 @@ def test_new_version_is_staged_beside_the_old_one_until_the_worker_has_moved(hos
     host.workers[0].tell(3)
     host.stager.step()
     assert host.staged() == {"00000003-00000004"}
-    check_update(host, run, 3, 4)
+    host.check_update(3, 4)
     assert {path.name for path in host.area.fetched.iterdir()} == {"00000004"}
 
 
 def test_version_that_a_worker_wants_is_staged_too(host: Host, run: TinyRun) -> None:
-    (host.area.wanted / "2").touch()
+    host.want(0, 2)
     host.stager.step()
     assert host.staged() == {"00000000-00000002", "00000000-00000003"}
-    check_update(host, run, 0, 2)
+    host.check_update(0, 2)
 
 
 def test_worker_that_comes_late_gets_an_update_of_its_own(host: Host, run: TinyRun) -> None:
     host.workers[0].tell(3)
     host.stager.step()
-    host.workers.append(Attachment(host.area))  # from the base; what it needs was forgotten
+    host.attach(0)  # from the base; what it needs was forgotten
     host.stager.step()
     assert host.staged() == {"00000000-00000003"}
-    check_update(host, run, 0, 3)
+    host.check_update(0, 3)
 
 
 def test_engine_may_start_from_any_materialized_version(run: TinyRun, tmp_path: Path) -> None:
@@ -132,11 +81,11 @@ def test_engine_may_start_from_any_materialized_version(run: TinyRun, tmp_path: 
     assert (host.state.status, host.state.start_version) == ("following", 2)
     host.stager.step()
     assert host.staged() == {"00000002-00000003"}
-    host.workers[0].close()
+    host.close()
 
 
 def test_stager_ends_with_the_last_worker(host: Host) -> None:
-    host.workers.append(Attachment(host.area))
+    host.attach(0)
     host.workers[0].close()
     assert host.stager.step()
     host.workers[1].close()
@@ -171,14 +120,14 @@ def test_stager_stops_at_a_damaged_version_says_why_and_goes_on_when_it_is_repai
         path.write_bytes(data)
     host.stager.step()
     assert host.state.problem is None
-    check_update(host, run, 0, 3)
+    host.check_update(0, 3)
 
 
 def test_damaged_newest_version_leaves_the_ones_before_it_staged(host: Host, run: TinyRun) -> None:
     damage.flip_first_byte(run.payload(3))
     host.stager.step()
     assert host.staged() == {"00000000-00000002"}
-    check_update(host, run, 0, 2)
+    host.check_update(0, 2)
     assert host.state.problem is not None
     assert host.state.problem.version == 3
 
@@ -190,7 +139,7 @@ def test_half_written_leftovers_of_a_dead_stager_are_written_anew(host: Host, ru
     (torn / ".delta.safetensors.1.part").write_bytes(b"torn")
     (host.area.staged / ".00000000-00000003.dead").mkdir()
     host.stager.step()
-    check_update(host, run, 0, 3)
+    host.check_update(0, 3)
 
 
 def test_checkpoint_of_something_else_fails_for_good(run: TinyRun, tmp_path: Path) -> None:
@@ -199,7 +148,7 @@ def test_checkpoint_of_something_else_fails_for_good(run: TinyRun, tmp_path: Pat
     assert host.state.status == "failed"
     assert host.state.error is not None
     assert host.state.error["kind"] == "BaseMismatch"
-    host.workers[0].close()
+    host.close()
 
 
 def test_empty_delta_is_staged(host: Host, run: TinyRun) -> None:
@@ -207,7 +156,7 @@ def test_empty_delta_is_staged(host: Host, run: TinyRun) -> None:
     run.history.append(run.trainer.state())
     host.workers[0].tell(3)
     host.stager.step()
-    assert check_update(host, run, 3, 4).tensors == ()
+    assert host.check_update(3, 4).tensors == ()
 
 
 def test_state_is_one_json_object_that_a_reader_always_finds_whole(host: Host) -> None:
@@ -219,8 +168,6 @@ def test_state_is_one_json_object_that_a_reader_always_finds_whole(host: Host) -
 
 
 def test_stage_folder_that_others_may_write_is_refused(run: TinyRun, tmp_path: Path) -> None:
-    from vllm_delta_snapshot.errors import StageError
-
     root = tmp_path / "stage"
     root.mkdir()
     root.chmod(0o777)
@@ -232,6 +179,6 @@ def test_update_over_many_versions_equals_them_one_by_one(tmp_path: Path) -> Non
     run = make_run(tmp_path, versions=12, seed="many")
     host = Host(run, tmp_path / "stage")
     host.stager.step()
-    check_update(host, run, 0, 12)
+    host.check_update(0, 12)
     assert np.unique([len(run.history)]) == [13]
     host.workers[0].close()

@@ -179,6 +179,11 @@ def test_version_whose_folder_escapes_or_is_anothers_is_corrupt(folder: str):
     assert "is not a folder of version 7" in str(error)
 
 
+def test_version_0_is_never_published():
+    fields = bent(bent(VERSION, "version", 0), "folder", "deltas/00000000-01234567")
+    assert isinstance(refusal(VersionRecord, fields), CorruptFile)
+
+
 @pytest.mark.parametrize("base_version", [7, 8])
 def test_version_that_does_not_follow_its_base_is_corrupt(base_version: int):
     assert "is not before version 7" in str(refusal(VersionRecord, bent(VERSION, "base_version", base_version)))
@@ -262,7 +267,7 @@ def test_run_specs_are_the_table_in_order():
         ("timings.diff_s", -1.0, "diff_s"),
         ("timestamp", "now", "timestamp"),
         ("metrics", {"reward": "high"}, "metrics"),
-        ("version", 0, "version"),
+        ("version", -1, "version"),
         ("version", 100_000_000, "version"),
     ],
 )
@@ -270,6 +275,13 @@ def test_metadata_that_contradicts_itself_is_corrupt(field: str, value: object, 
     error = refusal(DeltaMetadata, bent(METADATA, field, value))
     assert isinstance(error, CorruptFile)
     assert message in str(error)
+
+
+@pytest.mark.parametrize(("base_version", "version"), [(8, 7), (7, 0), (0, 7)])
+def test_metadata_of_an_update_may_go_back_and_over_versions(base_version: int, version: int):
+    fields = bent(bent(METADATA, "base_version", base_version), "version", version)
+    parsed = parse(DeltaMetadata, fields)
+    assert (parsed.base_version, parsed.version) == (base_version, version)
 
 
 def test_metadata_of_version_2_with_two_files_is_corrupt():

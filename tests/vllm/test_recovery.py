@@ -41,7 +41,7 @@ def test_engine_takes_a_version_once_it_is_repaired_and_the_same_again_changes_n
         assert sync_llm(live.llm, 1).version == 1
         assert live.checksums() == new
         sync_llm(live.llm, 2, stage_timeout_s=20)
-        with pytest.raises(OutOfOrder, match="cannot go back"):
+        with pytest.raises(OutOfOrder, match="past that version"):
             sync_llm(live.llm, 1)
         _stays_where_it_is_when_it_is_initialized_again(live, model, publisher, run)
 

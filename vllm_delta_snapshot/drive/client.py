@@ -134,6 +134,10 @@ class ServerClient:
         self.request("POST", "/reset_encoder_cache")
         return bool(answer.get("success"))
 
+    def set_weight_version(self, label: str) -> None:
+        """Set the version label without an update. Raises: ServerError."""
+        self.request("POST", "/update_weight_version", {"new_version": label})
+
     def weight_version(self) -> str:
         """Return the version label. Raises: ServerError."""
         return str(self.request("GET", "/weight_info").get("weight_version"))

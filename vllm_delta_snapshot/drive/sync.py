@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from vllm_delta_snapshot.drive.client import PauseMode, ServerClient, ServerError
-from vllm_delta_snapshot.errors import Recovery
+from vllm_delta_snapshot.errors import Recovery, WeightsUncertain
 
-__all__ = ["RunningRequests", "UpdateReport", "sync_server", "weight_label"]
+__all__ = ["UNCERTAIN_LABEL", "RunningRequests", "UpdateReport", "sync_server", "verify_server", "weight_label"]
 
 logger = logging.getLogger(__name__)
 
 RunningRequests = Literal["recompute", "keep_cache"]
 """What happens to the cached keys and values of requests that are frozen in the pause."""
+
+UNCERTAIN_LABEL: Final = "uncertain"
+"""The label of a server that cannot vouch for its weights, so that it names no version that it does not hold."""
 
 _FIRST_WAIT_S: Final = 0.1
 _LONGEST_WAIT_S: Final = 1.0
@@ -60,6 +64,7 @@ def sync_server(
     pause_mode: PauseMode = "keep",
     running_requests: RunningRequests = "recompute",
     stage_timeout_s: float = 300.0,
+    allow_rollback: bool = False,
 ) -> UpdateReport:
     """Bring a server to `version`. Blocks. Having that version already is success.
 
@@ -71,19 +76,21 @@ def sync_server(
         running_requests: ``recompute`` makes frozen requests compute their cache again with the new weights, so that
             no stale prefix can be reused; ``keep_cache`` lets them go on from the old one.
         stage_timeout_s: how long the version may take to be staged.
+        allow_rollback: whether it may be an earlier version than the server has.
 
     Raises:
         ServerError: the server refused or does not answer. If it could vouch for its weights it was resumed and still
             serves the old version; else it stays paused.
     """
     started = time.monotonic()
-    _wait_prepared(client, version, stage_timeout_s)
+    asked = {"version": version, "allow_rollback": allow_rollback}
+    _wait_prepared(client, asked, stage_timeout_s)
     staged = time.monotonic()
     client.pause(pause_mode)
     try:
         apply_started = time.monotonic()
         client.start_update()
-        client.update(version=version, action="apply")
+        client.update(**asked, action="apply")
         client.finish_update(weight_label(version, run_id))
         apply_s = time.monotonic() - apply_started
         is_cache_reset = client.reset_caches(running_requests=False)
@@ -106,7 +113,27 @@ def sync_server(
     return report
 
 
-def _wait_prepared(client: ServerClient, version: int, timeout_s: float) -> None:
+def verify_server(client: ServerClient, version: int | None = None, *, timeout_s: float = 600.0) -> None:
+    """Compare all live weights of a server, on all its workers, with a version of its run. Blocks.
+
+    Generation stands still meanwhile, for about as long as reading the weights once takes.
+
+    Args:
+        client: the server, initialized.
+        version: the version; by default the one that the server has.
+        timeout_s: how long reading the checkpoint once may take.
+
+    Raises:
+        ServerError: weights differ (its `kind` is `VerifyError`; the message names tensors), or it could not look.
+    """
+    client.start_update()
+    try:
+        client.update(version=version, action="verify", timeout_s=timeout_s)
+    finally:
+        _close_session(client)
+
+
+def _wait_prepared(client: ServerClient, asked: Mapping[str, object], timeout_s: float) -> None:
     """Ask, ever more rarely, until the server has the update staged, checked and ready to be written."""
     deadline = time.monotonic() + timeout_s
     wait_s = _FIRST_WAIT_S
@@ -114,7 +141,7 @@ def _wait_prepared(client: ServerClient, version: int, timeout_s: float) -> None
         try:
             # An update that fails ends vLLM's session, one that succeeds does not: close it by finishing.
             client.start_update()
-            client.update(version=version, action="prepare")
+            client.update(**asked, action="prepare")
             client.finish_update()
             return
         except ServerError as error:
@@ -136,6 +163,15 @@ def _resume_if_certain(client: ServerClient) -> None:
         client.resume()
     except ServerError as error:
         logger.error("server=%s stays paused: it does not vouch for its weights: %s", client.url, error)
+        if error.kind is WeightsUncertain:
+            _label_uncertain(client)
+
+
+def _label_uncertain(client: ServerClient) -> None:
+    try:
+        client.set_weight_version(UNCERTAIN_LABEL)
+    except ServerError as error:
+        logger.error("server=%s keeps the label of a version that it may not hold: %s", client.url, error)
 
 
 def _close_session(client: ServerClient) -> None:

@@ -10,7 +10,6 @@ refuses everything from then on.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,18 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm_delta_snapshot.engine.agree import agree
 from vllm_delta_snapshot.engine.compat import check_vllm, checkpoint_folder
 from vllm_delta_snapshot.engine.fitness import Fitness, check_fitness
+from vllm_delta_snapshot.engine.full_check import check_all
 from vllm_delta_snapshot.engine.load_plan import LoadPlan
 from vllm_delta_snapshot.engine.log import logger
 from vllm_delta_snapshot.engine.messages import DeltaSnapshotInitInfo, DeltaSnapshotUpdateInfo
 from vllm_delta_snapshot.engine.transaction import PreparedUpdate, prepare
-from vllm_delta_snapshot.engine.updates import Update, openrl_update, staged_update
+from vllm_delta_snapshot.engine.updates import Update, Weights, check_rollback, openrl_update, staged_update
 from vllm_delta_snapshot.engine.ways import Way, summary_of
-from vllm_delta_snapshot.errors import ApplyError, OutOfOrder, RunMismatch, WeightsUncertain
+from vllm_delta_snapshot.errors import ApplyError, RunMismatch, WeightsUncertain
 from vllm_delta_snapshot.stage.area import StagerConfig, default_stage_root
 from vllm_delta_snapshot.stage.handoff import Handoff
 
 __all__ = ["DeltaSnapshotWeightTransferEngine"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """Which weights an engine has: a version of a run, and its state digest."""
-
-    run_id: str
-    version: int
-    state_digest: str
 
 
 class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitInfo, DeltaSnapshotUpdateInfo]):
@@ -58,9 +49,9 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         check_vllm()
         self._handoff: Handoff | None = None
         self._fitness = Fitness(LoadPlan(), {})
-        self._at = _Weights("", 0, "")
+        self._at = Weights("", 0, "")
         # What the weights became by updates; kept over a shutdown, since the weights are kept too.
-        self._moved_to: _Weights | None = None
+        self._moved_to: Weights | None = None
         self._stage_timeout_s = 0.0
         self._way: Way = "scatter"
         self._is_ready = False
@@ -142,6 +133,9 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         self._require_ready()
         if update_info.action == "check":
             return
+        if update_info.action == "verify":
+            self._verify(update_info)
+            return
         self._prepare(update_info)
         if update_info.action == "apply":
             self._apply()
@@ -176,7 +170,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         )
         run_id = self._handoff.read_run().run_id
         if self._moved_to is None:
-            self._at = _Weights(run_id, self._handoff.start_version, self._handoff.start_digest)
+            self._at = Weights(run_id, self._handoff.start_version, self._handoff.start_digest)
         elif self._moved_to.run_id == run_id:
             self._at = self._moved_to
             self._handoff.set_version(self._at.version)
@@ -197,7 +191,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
             self._handoff.release()
         if applied is None or applied.version is None:
             return
-        self._at = self._moved_to = _Weights(self._at.run_id, applied.version, applied.state_digest)
+        self._at = self._moved_to = Weights(self._at.run_id, applied.version, applied.state_digest)
         if self._handoff is not None:
             self._handoff.set_version(applied.version)
 
@@ -240,7 +234,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         if version == self._at.version:
             return None
         if version < self._at.version:
-            self._require_rollback(update_info, version)
+            check_rollback(self._at.version, version, self._handoff.oldest_version, is_meant=update_info.allow_rollback)
         timeout_s = self._stage_timeout_s if update_info.timeout_s is None else update_info.timeout_s
         timeout_s = timeout_s if update_info.action == "apply" else 0.0
         return staged_update(
@@ -261,23 +255,6 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
             )
         return openrl_update(folder, self._fitness.specs, self._fitness.plan.places)
 
-    def _require_rollback(self, update_info: DeltaSnapshotUpdateInfo, version: int) -> None:
-        oldest = 0 if self._handoff is None else self._handoff.oldest_version
-        if not update_info.allow_rollback:
-            raise OutOfOrder(
-                "the engine is past that version",
-                expected=f"version {self._at.version} or later",
-                found=f"version {version}",
-                hint='To go back on purpose, say so: update_info {"version": N, "allow_rollback": true}.',
-            )
-        if version < oldest:
-            raise OutOfOrder(
-                "the engine cannot go back to before its checkpoint",
-                expected=f"version {oldest} or later",
-                found=f"version {version}",
-                hint="Start an engine from that version: delta-snapshot materialize <sync_dir>@N <folder>",
-            )
-
     def _apply(self) -> None:
         if self._prepared is None:
             logger.info("nothing to apply version=%d", self._at.version)
@@ -296,6 +273,41 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
             sum(update.changed.values()),
             len(update.changed),
             prepared.proven,
+            time.monotonic() - started,
+        )
+
+    def _verify(self, update_info: DeltaSnapshotUpdateInfo) -> None:
+        """Compare all live weights with a version."""
+        failure: BaseException | None = None
+        expected: dict[str, str] = {}
+        bits = None
+        version = self._at.version if update_info.version is None else update_info.version
+        timeout_s = self._stage_timeout_s if update_info.timeout_s is None else update_info.timeout_s
+        started = time.monotonic()
+        try:
+            if self._handoff is None:
+                raise RunMismatch(
+                    "this engine follows no run, so it knows no versions", hint="Give init_info a sync_dir."
+                )
+            self._refresh()
+            expected = self._handoff.tensor_digests(version, timeout_s=timeout_s)
+            if self._fitness.reload.modules:
+                bits = self._handoff.mirror_at(version, timeout_s=timeout_s).bits
+        except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
+            failure = error
+        try:
+            agree(failure, self._at)
+            unknown = check_all(
+                self.model, self._fitness, expected, version=version, bits=bits, config=self.vllm_config
+            )
+        finally:
+            if self._handoff is not None:
+                self._handoff.release()
+        logger.info(
+            "verified version=%d tensors=%d not_comparable=%d seconds=%.3f",
+            version,
+            len(expected),
+            unknown,
             time.monotonic() - started,
         )
 

@@ -10,7 +10,7 @@ import torch
 
 from vllm_delta_snapshot.dtypes import Bits
 
-__all__ = ["bits_of", "flat_storage", "integer_of", "torch_dtype_of"]
+__all__ = ["bits_of", "flat_storage", "integer_of", "integer_type", "torch_dtype_of"]
 
 _INTEGER: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SIGNED: Final = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
@@ -21,6 +21,11 @@ def torch_dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)  # noqa: S101 - names come from our own table
     return dtype
+
+
+def integer_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the integer type of the same width."""
+    return _INTEGER[dtype.itemsize]
 
 
 def integer_of(bits: Bits) -> torch.Tensor:

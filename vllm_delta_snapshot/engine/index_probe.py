@@ -82,8 +82,9 @@ class _CodeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             return func(*args, **kwargs)
         if func is torch.ops.aten.copy_.default:
             self.problem = self.problem or self._record(args[0], args[1])
-        elif func is not torch.ops.aten.fill_.Scalar and func is not torch.ops.aten.zero_.default:
-            # Filling is what padding is made of; it carries no element.
+        elif func is torch.ops.aten.fill_.Scalar or func is torch.ops.aten.zero_.default:
+            self.problem = self.problem or self._fill(args[0])
+        else:
             self.problem = self.problem or f"its loader writes by {func}, not by a copy"
         return args[0] if args else None
 
@@ -106,8 +107,36 @@ class _CodeRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
                 return "its loader repeats elements"
             targets = _target_positions(target).reshape(-1)[source_order]
             pieces = [Table(number, sources, targets)]
+        elif len(pieces) > 1:
+            # Twice the same part is fine, as in two copies; parts that overlap are not.
+            is_there = np.zeros(self._spec.numel, np.bool_)
+            is_there[positions] = True
+            if sum({piece.box: piece.size for piece in pieces}.values()) != np.count_nonzero(is_there):
+                return "its loader repeats elements"
         self.pieces += pieces
         return None
+
+    def _fill(self, target: torch.Tensor) -> str | None:
+        """Padding carries no element; but it must not hide one."""
+        filled = np.sort(_target_positions(target), axis=None)
+        number = self._live.number(target)
+        hides = any(_turned(piece).map(filled)[1].size for piece in self.pieces if piece.storage == number)
+        return "its loader overwrites what it has copied" if hides else None
+
+
+def _turned(piece: Piece) -> Piece:
+    """Return the piece from storage to checkpoint."""
+    if isinstance(piece, Table):
+        order = np.argsort(piece.target)
+        return Table(piece.storage, piece.target[order], piece.source[order])
+    return Segment(
+        piece.storage,
+        piece.shape,
+        piece.target_offset,
+        piece.target_stride,
+        piece.source_offset,
+        piece.source_stride,
+    )
 
 
 def _target_positions(target: torch.Tensor) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from vllm_delta_snapshot.dtypes import dtype_of
-from vllm_delta_snapshot.engine.bits import bits_of, torch_dtype_of
+from vllm_delta_snapshot.engine.bits import bits_of, integer_type, torch_dtype_of
 from vllm_delta_snapshot.engine.live import gather, scatter, to_device
 from vllm_delta_snapshot.engine.load_plan import LoadPlan
 from vllm_delta_snapshot.errors import ApplyError, BaseMismatch
@@ -22,7 +22,7 @@ from vllm_delta_snapshot.format.digest import seeded_digests
 from vllm_delta_snapshot.stage.mapping import Lane
 from vllm_delta_snapshot.stage.places import Box
 
-__all__ = ["LiveLane", "RunDigest", "digest_old", "ready_lane"]
+__all__ = ["LiveLane", "RunDigest", "digest_old", "in_checkpoint_type", "ready_lane"]
 
 _EXACT: Final = {
     (torch.bfloat16, torch.float32),
@@ -110,25 +110,37 @@ def digest_old(plan: LoadPlan, live: LiveLane) -> Sequence[RunDigest]:
         BaseMismatch: a live value is none that the checkpoint's type has.
     """
     lane = live.lane
-    storage = plan.storages[lane.storage]
-    source = torch_dtype_of(dtype_of(lane.dtype).torch_name)
-    old = live.old
     places = [plan.places.pieces[run.name][run.piece] for run in lane.runs]
-    if source is not storage.dtype:
-        if (source, storage.dtype) not in _EXACT:
-            return [(run.name, place.box, None) for run, place in zip(lane.runs, places, strict=True)]
-        wide = old.view(storage.dtype)
-        narrow = wide.to(source)
-        if not torch.equal(narrow.to(storage.dtype).view(old.dtype), old):
-            raise BaseMismatch(
-                "live weights are not ones that the checkpoint's type has; they were changed by something else",
-                tensor=", ".join(run.name for run in lane.runs[:3]),
-                hint="Restart the engine; it catches up by itself.",
-            )
-        old = narrow.view(_integer_type(source))
+    old = in_checkpoint_type(live.old, lane.dtype, plan.storages[lane.storage].dtype)
+    if old is None:
+        return [(run.name, place.box, None) for run, place in zip(lane.runs, places, strict=True)]
     digests = seeded_digests(lane.seeds, bits_of(old), lane.starts)
     return [(run.name, place.box, int(d)) for run, place, d in zip(lane.runs, places, digests, strict=True)]
 
 
-def _integer_type(dtype: torch.dtype) -> torch.dtype:
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+def in_checkpoint_type(live: torch.Tensor, dtype: str, live_dtype: torch.dtype) -> torch.Tensor | None:
+    """Return live bits as bits of the checkpoint's type; ``None`` if the engine's type has lost some.
+
+    Args:
+        live: bits, as integers.
+        dtype: the safetensors code of the checkpoint's type.
+        live_dtype: the type of the live weights.
+
+    Raises:
+        BaseMismatch: a live value is none that the checkpoint's type has.
+    """
+    source = torch_dtype_of(dtype_of(dtype).torch_name)
+    if source is live_dtype:
+        return live
+    if (source, live_dtype) not in _EXACT:
+        return None
+    wide = live.contiguous().view(live_dtype)
+    narrow = wide.to(source)
+    if not torch.equal(narrow.to(live_dtype).view(live.dtype), live):
+        raise BaseMismatch(
+            "live weights are not ones that the checkpoint's type has; they were changed by something else",
+            expected=f"values of {source}",
+            found=f"others, in {live_dtype}",
+            hint="Restart the engine; it catches up by itself.",
+        )
+    return narrow.view(integer_type(source))

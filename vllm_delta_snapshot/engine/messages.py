@@ -58,21 +58,22 @@ class DeltaSnapshotUpdateInfo(WeightTransferUpdateInfo):
 
     version: int | None = None
     """The version to go to."""
-    action: Literal["apply", "prepare", "check"] = "apply"
+    action: Literal["apply", "prepare", "check", "verify"] = "apply"
     """`prepare` makes every check and readies the update without writing a weight; it fails at once if the version is
-    not staged. `check` fails if the engine must not serve. `apply` waits, prepares if need be, and writes."""
+    not staged. `check` fails if the engine must not serve. `verify` compares all live weights with the version (by
+    default the engine's own) and fails if any differs. `apply` waits, prepares if need be, and writes."""
     allow_rollback: bool = False
     """Whether `version` may be an earlier one than the engine has; else that is an error."""
     timeout_s: float | None = None
-    """How long `apply` waits for a version that is not staged."""
+    """How long `apply` waits for a version that is not staged, and `verify` for what it compares with."""
     target_weights_path: str | None = None
     """The local folder of an OpenRL delta, for an engine without a run."""
 
     def __post_init__(self) -> None:
         _check("version", self.version, int, optional=True)
         _check("target_weights_path", self.target_weights_path, str, optional=True)
-        if self.action not in ("apply", "prepare", "check"):
-            raise ValueError(f"update_info: action must be apply, prepare or check, found {self.action!r}")
+        if self.action not in ("apply", "prepare", "check", "verify"):
+            raise ValueError(f"update_info: action must be apply, prepare, check or verify, found {self.action!r}")
         if not isinstance(self.allow_rollback, bool):
             raise ValueError(f"update_info: allow_rollback must be a bool, found {self.allow_rollback!r}")
         if self.version is not None and self.version < 0:
@@ -80,6 +81,8 @@ class DeltaSnapshotUpdateInfo(WeightTransferUpdateInfo):
         if self.timeout_s is not None:
             _check_seconds("timeout_s", self.timeout_s)
         given = (self.version is not None) + (self.target_weights_path is not None)
+        if self.action == "verify" and self.target_weights_path is None:
+            return
         if given != (0 if self.action == "check" else 1):
             raise ValueError('update_info: give {"version": N}, or {"target_weights_path": folder} for OpenRL folders')
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta_snapshot.dtypes import Bits
-from vllm_delta_snapshot.errors import BaseMismatch, CorruptFile, RunMismatch
+from vllm_delta_snapshot.errors import BaseMismatch, CorruptFile, OutOfOrder, RunMismatch
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.openrl import read_folder_metadata, read_openrl_delta
 from vllm_delta_snapshot.stage.decode import decode
@@ -18,7 +18,16 @@ from vllm_delta_snapshot.stage.mapping import Lane, map_update, read_lanes
 from vllm_delta_snapshot.stage.places import PlaceMap
 from vllm_delta_snapshot.types import TensorPatch, TensorSpec
 
-__all__ = ["Update", "openrl_update", "staged_update"]
+__all__ = ["Update", "Weights", "check_rollback", "openrl_update", "staged_update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Which weights an engine has: a version of a run, and its state digest."""
+
+    run_id: str
+    version: int
+    state_digest: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +112,34 @@ def openrl_update(folder: Path, specs: Mapping[str, TensorSpec], places: PlaceMa
     _, patches = read_openrl_delta(folder, specs)
     changed = {patch.spec.name: patch.changed for patch in patches}
     return Update(None, "", changed, {}, map_update(patches, places), lambda: patches)
+
+
+def check_rollback(at: int, version: int, oldest: int, *, is_meant: bool) -> None:
+    """Check that going back to an earlier version is meant, and possible.
+
+    Args:
+        at: the engine's version.
+        version: an earlier one.
+        oldest: the earliest that can be reached.
+        is_meant: whether the caller said so.
+
+    Raises:
+        OutOfOrder: it is not.
+    """
+    if not is_meant:
+        raise OutOfOrder(
+            "the engine is past that version",
+            expected=f"version {at} or later",
+            found=f"version {version}",
+            hint='To go back on purpose, say so: update_info {"version": N, "allow_rollback": true}.',
+        )
+    if version < oldest:
+        raise OutOfOrder(
+            "the engine cannot go back to before its checkpoint",
+            expected=f"version {oldest} or later",
+            found=f"version {version}",
+            hint="Start an engine from that version: delta-snapshot materialize <sync_dir>@N <folder>",
+        )
 
 
 def _decode(folder: Path, specs: Mapping[str, TensorSpec]) -> Sequence[TensorPatch]:

@@ -96,7 +96,7 @@ class DeltaMetadata(_SparseDelta):
 
     run_id: RunId
     publication_id: PublicationId
-    version: int = Field(ge=1, le=layout.MAX_VERSION)
+    version: int = Field(ge=0, le=layout.MAX_VERSION)
     base_version: int = Field(ge=0, le=layout.MAX_VERSION)
     base_state_digest: Digest64
     state_digest: Digest64
@@ -109,7 +109,8 @@ class DeltaMetadata(_SparseDelta):
 
     @model_validator(mode="after")
     def _check_tensors(self) -> Self:
-        # A stager also writes updates that go back; what is published never does, which its version record enforces.
+        # A stager also writes updates that go back, to version 0 at last; what is published never does, as its version
+        # record enforces.
         if self.base_version == self.version:
             raise ValueError(f"base version {self.base_version} is not before version {self.version}")
         if tuple(t.name for t in self.tensors) != self.layer_names:

@@ -13,6 +13,7 @@
     <area>/wanted/<base>-<version>     an update that a worker asked for; going back is only done when asked
     <area>/fetched/<version>/          verified copies of publications
     <area>/staged/<base>-<version>/    one update each, in the form of a delta folder; appears by rename
+    <area>/digests/<version>.json      the digest of every tensor at a version, once asked for by <version>.wanted
     <area>/mirror/                     the checkpoint at some version, if a worker has layers that must be reloaded
     <area>/mirror.target               which version the mirror is wanted at
     <area>/mapped/<base>-<version>-<places>/   the same, mapped for a worker; appears by rename
@@ -101,6 +102,7 @@ class StageArea:
         self.fetched = path / "fetched"
         self.staged = path / "staged"
         self.mapped = path / "mapped"
+        self.digests = path / "digests"
         self.mirror = path / "mirror"
         self.mirror_target = path / "mirror.target"
 
@@ -129,7 +131,16 @@ class StageArea:
 
     def folders(self) -> tuple[Path, ...]:
         """Return the folders of the area, itself first."""
-        return (self.path, self.attached, self.places, self.wanted, self.fetched, self.staged, self.mapped)
+        return (
+            self.path,
+            self.attached,
+            self.places,
+            self.wanted,
+            self.fetched,
+            self.staged,
+            self.mapped,
+            self.digests,
+        )
 
     def write(self, path: Path, data: bytes) -> None:
         """Replace a small file atomically."""

@@ -8,6 +8,7 @@ file name.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -145,6 +146,52 @@ class Handoff:
             found=f"newest fetched is version {state.newest}" if state else "the stager is starting",
             hint="Ask again, or give update_info a longer timeout_s.",
         )
+
+    def tensor_digests(self, version: int, *, timeout_s: float) -> dict[str, str]:
+        """Return the digest of every tensor of the checkpoint at a version, by name. Blocks.
+
+        Raises:
+            NotStaged: they did not come in time.
+            DeltaSnapshotError: they cannot be known.
+        """
+        answer = self._area.digests / f"{version:08d}.json"
+        wanted = answer.with_suffix(".wanted")
+        answer.unlink(missing_ok=True)
+        wanted.touch()
+        deadline = time.monotonic() + timeout_s
+        while not answer.exists() or wanted.exists():
+            self._ensure_stager()
+            if time.monotonic() >= deadline:
+                raise NotStaged(
+                    f"the digests of version {version} did not come in time",
+                    file=str(self._area.log),
+                    hint="They take one reading of the checkpoint; give update_info a longer timeout_s.",
+                )
+            time.sleep(_POLL_S)
+        fields = json.loads(answer.read_bytes())
+        if "error" in fields:
+            raise error_of_fields(fields["error"])
+        digests: dict[str, str] = fields["digests"]
+        return digests
+
+    def mirror_at(self, version: int, *, timeout_s: float) -> Mirror:
+        """Return the mirror, held still at a version until `release`. Blocks.
+
+        Raises:
+            NotStaged: it did not come in time.
+            DeltaSnapshotError: it will not come.
+        """
+        nothing = StagedUpdate(self._area.staged, self._area.mapped)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                mirror = self._with_mirror(nothing, version).mirror
+                assert mirror is not None  # noqa: S101 - or it would have raised
+                return mirror
+            except NotStaged:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_POLL_S)
 
     def release(self) -> None:
         """Let the mirror go on. Nothing happens the second time."""

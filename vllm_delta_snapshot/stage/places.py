@@ -14,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,8 +63,15 @@ class Segment:
 
     @property
     def box(self) -> Box:
-        """Which elements of the checkpoint tensor these are."""
-        dims = [(stride, size) for stride, size, _ in self.dims]
+        """Which elements of the checkpoint tensor these are; wherever in the storage they lie."""
+        dims: list[tuple[int, int]] = []
+        for stride, size in sorted(zip(self.source_stride, self.shape, strict=True), reverse=True):
+            if size == 1:
+                continue
+            if dims and dims[-1][0] == stride * size:
+                dims[-1] = (stride, dims[-1][1] * size)
+            else:
+                dims.append((stride, size))
         return ("segment", self.source_offset, tuple(dims))
 
     @property
@@ -234,16 +243,18 @@ class PlaceMap:
         """
         if folder.exists():
             return
-        work = folder.with_name(f".{folder.name}.{id(self):x}")
-        work.mkdir(parents=True, exist_ok=True)
-        for number, table in enumerate(self._tables()):
-            np.save(work / f"{number}.npy", np.stack([table.source, table.target]))
-        (work / _FILE).write_text(self._text)
+        work = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+        work.mkdir(parents=True)
         try:
+            for number, table in enumerate(self._tables()):
+                np.save(work / f"{number}.npy", np.stack([table.source, table.target]))
+            (work / _FILE).write_text(self._text)
             work.rename(folder)
         except OSError:
             if not folder.exists():  # else another worker with the same places was first
                 raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
     @classmethod
     def load(cls, folder: Path) -> PlaceMap:
@@ -253,7 +264,8 @@ class PlaceMap:
             CorruptFile: it is not that.
         """
         try:
-            raw: dict[str, list[Any]] = json.loads((folder / _FILE).read_bytes())
+            text = (folder / _FILE).read_text()
+            raw: dict[str, list[Any]] = json.loads(text)
             count = 0
             pieces: dict[str, list[Piece]] = {}
             for name, values in raw.items():
@@ -266,8 +278,11 @@ class PlaceMap:
                     else:
                         of_name.append(Segment.of_json(value))
                 pieces[name] = of_name
-            return cls(pieces)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            places = cls(pieces)
+            if places._text != text:
+                raise ValueError("its tables are others")
+            return places
+        except (ValueError, KeyError, TypeError, AttributeError, EOFError, OSError) as error:
             raise CorruptFile("a worker's places cannot be read", file=str(folder / _FILE), found=error) from error
 
     def _tables(self) -> list[Table]:

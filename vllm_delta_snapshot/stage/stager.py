@@ -10,6 +10,7 @@ gone.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -34,10 +35,11 @@ from vllm_delta_snapshot.stage.area import Problem, StageArea, StagerState, pair
 from vllm_delta_snapshot.stage.assemble import assemble_back, assemble_forward
 from vllm_delta_snapshot.stage.attachment import Worker, living_workers
 from vllm_delta_snapshot.stage.decode import decode
-from vllm_delta_snapshot.stage.fetch import fetch
+from vllm_delta_snapshot.stage.fetched import FetchedVersions
 from vllm_delta_snapshot.stage.mapping import map_update, write_lanes
 from vllm_delta_snapshot.stage.mirror_keeper import MirrorKeeper
 from vllm_delta_snapshot.stage.places import PlaceMap
+from vllm_delta_snapshot.stage.tensor_digests import TensorDigests
 from vllm_delta_snapshot.store import open_store
 from vllm_delta_snapshot.store.posix import PosixStore
 from vllm_delta_snapshot.types import TensorPatch
@@ -59,8 +61,6 @@ class Stager:
         self._config = area.read_config()
         self._folder = RunFolder(open_store(self._config.sync_dir))
         self._state = StagerState(status="starting", pid=os.getpid())
-        self._metadata: dict[int, DeltaMetadata] = {}
-        self._patches: dict[int, list[TensorPatch]] = {}
         self._places: dict[str, PlaceMap] = {}
         self._retry_at = 0.0
 
@@ -107,6 +107,8 @@ class Stager:
         version = self._version_of(checkpoint, run.base.state_digest)
         self._specs = run.specs()
         self._run_id = run.run_id
+        self._fetched = FetchedVersions(self._folder, self._area, self._specs, version, checkpoint.state_digest)
+        self._digests = TensorDigests(self._folder, checkpoint, version)
         self._mirror = MirrorKeeper(self._area, checkpoint, run.run_id, version)
         # A stager that takes over from a dead one has no use for what all workers have already.
         newest = min((worker.version for worker in living_workers(self._area, version)), default=version)
@@ -147,7 +149,21 @@ class Stager:
             except DeltaSnapshotError as error:
                 self._report(max(base, version), error)
         self._keep_mirror()
+        self._answer_digests()
         self._prune(bases)
+
+    def _answer_digests(self) -> None:
+        """Write the digests of all tensors at the versions that somebody asked for. The first time reads every byte."""
+        for path in self._area.digests.glob("*.wanted"):
+            version = int(path.stem)
+            try:
+                digests = self._digests.at(version)
+            except DeltaSnapshotError as error:
+                answer: dict[str, object] = {"error": error.to_fields()}
+            else:
+                answer = {"digests": digests}
+            self._area.write(path.with_suffix(".json"), json.dumps(answer).encode())
+            path.unlink(missing_ok=True)
 
     def _keep_mirror(self) -> None:
         target = self._area.read_mirror_target()
@@ -169,7 +185,7 @@ class Stager:
         try:
             existing = self._folder.versions()
             while version in existing:
-                self._load(version)
+                self._fetched.load(version)
                 self._set_state(self._state.model_copy(update={"newest": version, "problem": None}))
                 version += 1
             if existing and existing[-1] >= version:
@@ -180,32 +196,6 @@ class Stager:
                 )
         except DeltaSnapshotError as error:
             self._report(version, error)
-
-    def _load(self, version: int) -> None:
-        """Have a version's metadata and patches at hand: fetched, verified, decoded."""
-        if version in self._patches:
-            return
-        record = self._folder.read_version(version)
-        metadata = self._folder.read_metadata(record)
-        at = self._digest_of(version - 1)
-        if (metadata.base_version, metadata.base_state_digest) != (version - 1, at):
-            raise BaseMismatch(
-                f"version {version} does not continue version {version - 1}",
-                expected=f"base version {version - 1} with state digest {at}",
-                found=f"base version {metadata.base_version} with state digest {metadata.base_state_digest}",
-            )
-        target = self._area.fetched_folder(version)
-        fetch(self._folder.store, record, metadata, target)
-        self._patches[version] = decode(metadata, target, self._specs)
-        self._metadata[version] = metadata
-        logger.info("fetched version=%d bytes=%d", version, record.payload_bytes)
-
-    def _digest_of(self, version: int) -> str:
-        if version == self._state.start_version:
-            return self._state.start_digest
-        if version in self._metadata:
-            return self._metadata[version].state_digest
-        return self._folder.read_version(version).state_digest
 
     def _pairs(self, bases: set[int]) -> list[tuple[int, int]]:
         """Return the updates to stage: from where workers are to the newest version, and those that somebody wants."""
@@ -224,7 +214,7 @@ class Stager:
         try:
             work.mkdir()
             if version == base + 1:
-                self._load(version)
+                self._fetched.load(version)
                 self._stage_one(version, work)
             elif version > base:
                 self._stage_merged(base, version, work)
@@ -253,8 +243,8 @@ class Stager:
         logger.info("mapped base=%d version=%d seconds=%.3f", base, version, time.monotonic() - started)
 
     def _staged(self, base: int, version: int) -> tuple[DeltaMetadata, list[TensorPatch]]:
-        if version == base + 1 and version in self._patches:
-            return self._metadata[version], self._patches[version]
+        if version == base + 1 and version in self._fetched:
+            return self._fetched.metadata(version), self._fetched.patches(version)
         staged = self._area.staged_folder(base, version)
         metadata = read_folder_metadata(staged)
         if not isinstance(metadata, DeltaMetadata):
@@ -262,15 +252,17 @@ class Stager:
         return metadata, decode(metadata, staged, self._specs)
 
     def _stage_one(self, version: int, work: Path) -> None:
-        metadata = self._metadata[version]
+        metadata = self._fetched.metadata(version)
         for entry in metadata.files:
             os.link(self._area.fetched_folder(version) / entry.name, work / entry.name)
         (work / layout.METADATA_NAME).write_bytes(metadata.to_json())
 
     def _stage_merged(self, base: int, version: int, work: Path) -> None:
-        steps = self._loaded(base + 1, version)
-        digested = assemble_forward([self._patches[step] for step in steps], [self._metadata[step] for step in steps])
-        last = self._metadata[version]
+        steps = self._fetched.load_all(base + 1, version)
+        digested = assemble_forward(
+            [self._fetched.patches(step) for step in steps], [self._fetched.metadata(step) for step in steps]
+        )
+        last = self._fetched.metadata(version)
         lineage = self._lineage(base, version, last.total_elements)
         notes = WriterNotes(base_model=last.base_model, step=last.step)
         write_delta_folder(PosixStore(work.parent), work.name, last.publication_id, lineage, digested, notes)
@@ -285,39 +277,27 @@ class Stager:
                 found=f"version {version}",
                 hint="Start an engine from that version: delta-snapshot materialize <sync_dir>@N <folder>",
             )
-        before = [self._patches[step] for step in self._loaded(start + 1, version)]
-        undone = self._loaded(version + 1, base)
-        digested = assemble_back(before, [self._patches[step] for step in undone], self._checkpoint.bits)
-        last = self._metadata[base]
+        before = [self._fetched.patches(step) for step in self._fetched.load_all(start + 1, version)]
+        undone = self._fetched.load_all(version + 1, base)
+        digested = assemble_back(before, [self._fetched.patches(step) for step in undone], self._checkpoint.bits)
+        last = self._fetched.metadata(base)
         lineage = self._lineage(base, version, last.total_elements)
         notes = WriterNotes(base_model=last.base_model)
         write_delta_folder(PosixStore(work.parent), work.name, last.publication_id, lineage, digested, notes)
-
-    def _loaded(self, first: int, last: int) -> range:
-        steps = range(first, last + 1)
-        for step in steps:
-            self._load(step)
-        return steps
 
     def _lineage(self, base: int, version: int, total_elements: int) -> Lineage:
         return Lineage(
             run_id=self._run_id,
             version=version,
             base_version=base,
-            base_state_digest=self._digest_of(base),
-            state_digest=self._digest_of(version),
+            base_state_digest=self._fetched.state_digest(base),
+            state_digest=self._fetched.state_digest(version),
             total_elements=total_elements,
         )
 
     def _prune(self, bases: set[int]) -> None:
         """Forget what no living worker can need any more."""
-        oldest = min(bases)
-        for version in [version for version in self._patches if version <= oldest]:
-            del self._patches[version]
-            del self._metadata[version]
-        for folder in self._area.fetched.iterdir():
-            if folder.name.isdigit() and int(folder.name) <= oldest:
-                shutil.rmtree(folder, ignore_errors=True)
+        self._fetched.forget(min(bases))
         for folder in [*self._area.staged.iterdir(), *self._area.mapped.iterdir()]:
             pair = pair_of(folder)
             if pair and pair[0] not in bases:

@@ -1,0 +1,191 @@
+"""Lanes at the live weights: what is written, what was there, and the proof of it, also where types differ."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.tensors import bits_of, random_bits, random_patch, rng_of, special_bits, to_torch
+from tests.support.toys import Toy, full_patch, live_lanes, specs_of, tensor_of
+from vllm_delta_snapshot.dtypes import Bits
+from vllm_delta_snapshot.engine.lanes import LiveLane, digest_old, ready_lane
+from vllm_delta_snapshot.engine.load_plan import LoadPlan, record_load_plan
+from vllm_delta_snapshot.errors import ApplyError, BaseMismatch
+from vllm_delta_snapshot.format.digest import patch_digest
+from vllm_delta_snapshot.stage.mapping import map_update
+from vllm_delta_snapshot.types import TensorPatch, TensorSpec, position_dtype
+
+EXACT = [("BF16", torch.float32), ("F16", torch.float32), ("BF16", torch.float64), ("F32", torch.float64)]
+LOSSY = [("BF16", torch.float16), ("F32", torch.bfloat16), ("F16", torch.bfloat16), ("F64", torch.float32)]
+
+
+def load(toy: Toy, name: str, tensor: torch.Tensor) -> None:
+    """Two tensors in one parameter, one of them turned."""
+    rows = {"a": toy.w.data[:4], "b": toy.w.data[4:].t()}[name]
+    rows.copy_(tensor)
+
+
+def finite_bits(spec: TensorSpec, *seed: object) -> Bits:
+    """Any bits but those of NaN, whose way through other types is up to the machine."""
+    bits = random_bits(spec.dtype, spec.numel, spec.name, *seed)
+    values = to_torch(bits, spec).reshape(-1).to(torch.float64).numpy()
+    return np.where(np.isnan(values), np.zeros_like(bits), bits)
+
+
+def special_values(spec: TensorSpec) -> Bits:
+    """NaNs of all kinds, infinities, zeros, subnormals."""
+    return rng_of(spec).choice(special_bits(spec.dtype), spec.numel)
+
+
+class Engine:
+    """A model that has loaded a checkpoint of two tensors, and its plan."""
+
+    def __init__(self, code: str = "BF16", dtype: torch.dtype = torch.bfloat16, *, with_nan: bool = False) -> None:
+        self.specs = {s.name: dataclasses.replace(s, dtype=code) for s in specs_of(a=(4, 6), b=(6, 5)).values()}
+        self.toy = Toy(load, dtype, w=(9, 6))
+        self.plan: LoadPlan = record_load_plan(self.toy, self.specs)
+        make = special_values if with_nan else finite_bits
+        self.old = {spec.name: make(spec) for spec in self.specs.values()}
+        self.load({name: to_torch(bits, self.specs[name]) for name, bits in self.old.items()})
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Load by the model's own loader."""
+        self.toy.load_weights(tensors.items())
+
+    def patches(self) -> list[TensorPatch]:
+        """An update of almost all elements."""
+        drawn = [random_patch(spec, spec.numel - 2) for spec in self.specs.values()]
+        return [TensorPatch(p.spec, p.positions, finite_bits(p.spec, "new")[p.positions]) for p in drawn]
+
+    def old_digest(self, patch: TensorPatch) -> int:
+        """What the trainer says of the values that a patch replaces."""
+        return patch_digest(patch.spec, patch.positions, self.old[patch.spec.name][patch.positions])
+
+
+def digests_of(engine: Engine, lanes: list[LiveLane]) -> dict[str, int | None]:
+    return {name: digest for lane in lanes for name, _, digest in digest_old(engine.plan, lane)}
+
+
+@pytest.mark.parametrize(("code", "dtype"), [("BF16", torch.bfloat16), *EXACT, *LOSSY])
+def test_written_values_equal_the_loaders(code: str, dtype: torch.dtype) -> None:
+    engine, loaded = Engine(code, dtype), Engine(code, dtype)
+    patches = engine.patches()
+    for lane in live_lanes(engine.plan, patches):
+        assert lane.write()
+    bits = {name: old.copy() for name, old in engine.old.items()}
+    for patch in patches:
+        bits[patch.spec.name][patch.positions] = patch.values
+    loaded.load({name: to_torch(b, engine.specs[name]) for name, b in bits.items()})
+    assert engine.toy.bits() == loaded.toy.bits()
+
+
+@pytest.mark.parametrize(("code", "dtype"), [("BF16", torch.bfloat16), *EXACT])
+def test_old_values_are_proven_where_types_lose_nothing(code: str, dtype: torch.dtype) -> None:
+    engine = Engine(code, dtype)
+    patches = engine.patches()
+    found = digests_of(engine, live_lanes(engine.plan, patches))
+    assert found == {patch.spec.name: engine.old_digest(patch) for patch in patches}
+
+
+@pytest.mark.parametrize(("code", "dtype"), LOSSY)
+def test_old_values_are_unknown_where_types_lose_something(code: str, dtype: torch.dtype) -> None:
+    engine = Engine(code, dtype)
+    assert digests_of(engine, live_lanes(engine.plan, engine.patches())) == {"a": None, "b": None}
+
+
+@pytest.mark.parametrize(("code", "dtype"), [("BF16", torch.bfloat16), *EXACT])
+def test_old_values_that_are_not_numbers_are_no_drift(code: str, dtype: torch.dtype) -> None:
+    engine = Engine(code, dtype, with_nan=True)
+    patches = engine.patches()
+    found = digests_of(engine, live_lanes(engine.plan, patches))
+    for patch in patches:
+        assert found[patch.spec.name] in (engine.old_digest(patch), None)
+
+
+def test_old_digest_is_of_the_pieces_that_a_patch_touches_with_their_boxes() -> None:
+    engine = Engine()
+    [patch] = [p for p in engine.patches() if p.spec.name == "b"]
+    [lane] = live_lanes(engine.plan, [patch])
+    [(name, box, digest)] = digest_old(engine.plan, lane)
+    assert (name, digest) == ("b", engine.old_digest(patch))
+    assert box == engine.plan.places.pieces["b"][0].box
+
+
+@pytest.mark.parametrize(("code", "dtype"), [("BF16", torch.bfloat16), *EXACT])
+def test_drift_changes_the_digest_or_is_found_at_once(code: str, dtype: torch.dtype) -> None:
+    engine = Engine(code, dtype)
+    patches = engine.patches()
+    place = int(live_lanes(engine.plan, patches)[0].index[0])
+    engine.plan.storages[0].flat[place] ^= 1
+    lanes = live_lanes(engine.plan, patches)
+    if dtype is torch.bfloat16:
+        assert digests_of(engine, lanes)["a"] != engine.old_digest(patches[0])
+    else:
+        with pytest.raises(BaseMismatch, match="not ones that the checkpoint's type has"):
+            digests_of(engine, lanes)
+
+
+@pytest.mark.parametrize(("code", "dtype"), [("BF16", torch.bfloat16), *EXACT, *LOSSY])
+def test_undone_values_are_the_old_bits(code: str, dtype: torch.dtype) -> None:
+    engine = Engine(code, dtype, with_nan=True)
+    before = engine.toy.bits()
+    lanes = live_lanes(engine.plan, engine.patches())
+    assert all(lane.holds_old() and lane.seems_old() and not lane.holds_new() for lane in lanes)
+    assert all(lane.write() for lane in lanes)
+    assert all(lane.holds_new() and not lane.holds_old() and not lane.seems_old() for lane in lanes)
+    assert all(lane.undo() for lane in lanes)
+    assert all(lane.holds_old() for lane in lanes)
+    assert engine.toy.bits() == before
+
+
+def test_ready_lane_writes_nothing() -> None:
+    engine = Engine()
+    before = engine.toy.bits()
+    live_lanes(engine.plan, engine.patches())
+    assert engine.toy.bits() == before
+
+
+def test_seems_old_looks_at_spots_all_over_a_large_lane() -> None:
+    spec = specs_of(w=(5000,))["w"]
+
+    def copy(toy: Toy, name: str, tensor: torch.Tensor) -> None:
+        toy.w.data.copy_(tensor)
+
+    toy = Toy(copy, w=(5000,))
+    [lane] = live_lanes(record_load_plan(toy, {"w": spec}), [full_patch(spec)])
+    assert lane.seems_old()
+    toy.w.data[2500:2600] += 1
+    assert not lane.seems_old()
+
+
+@pytest.mark.parametrize("code", ["BOOL", "I8", "U16", "F8_E5M2", "I64", "C64"])
+def test_types_that_are_the_same_on_both_sides_are_written_bit_for_bit(code: str) -> None:
+    spec = TensorSpec("w", (7, 3), code)
+
+    def copy(toy: Toy, name: str, tensor: torch.Tensor) -> None:
+        toy.w.data.copy_(tensor)
+
+    toy = Toy(copy, w=(1,))
+    toy.w.data = torch.zeros_like(tensor_of(full_patch(spec)))
+    patch = full_patch(spec)
+    plan = record_load_plan(toy, {"w": spec})
+    [lane] = live_lanes(plan, [patch])
+    zeros = TensorPatch(spec, patch.positions, np.zeros_like(patch.values))
+    [(_, _, digest)] = digest_old(plan, lane)
+    assert digest == patch_digest(spec, zeros.positions, zeros.values)
+    assert lane.write()
+    assert bits_of(toy.w).tolist() == patch.values.tolist()
+
+
+@pytest.mark.parametrize("index", [[-1, 3], [0, 54], [2**40, 5]])
+def test_lane_that_does_not_fit_the_storage_is_refused(index: list[int]) -> None:
+    engine = Engine()
+    spec = engine.specs["a"]
+    patch = TensorPatch(spec, np.arange(2, dtype=position_dtype(2)), np.array([1, 2], np.uint16))
+    [lane] = map_update([patch], engine.plan.places)
+    with pytest.raises(ApplyError, match="does not fit the live weights") as caught:
+        ready_lane(engine.plan, dataclasses.replace(lane, index=np.array(index)))
+    assert caught.value.tensor == "a"

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The digest of every tensor at any version of a run: those of the checkpoint, moved by each delta.
+
+Needs the checkpoint once and the metadata of the versions; no payload.
+"""
+
+from __future__ import annotations
+
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.errors import BaseMismatch, OutOfOrder
+from vllm_delta_snapshot.format.digest import add_digests, format_digest, tensor_digest
+from vllm_delta_snapshot.run_folder import RunFolder
+
+__all__ = ["TensorDigests"]
+
+
+class TensorDigests:
+    """See the module.
+
+    Args:
+        folder: the run.
+        checkpoint: some version of it, local.
+        version: which.
+    """
+
+    def __init__(self, folder: RunFolder, checkpoint: Checkpoint, version: int) -> None:
+        self._folder = folder
+        self._checkpoint = checkpoint
+        self._version = version
+        self._known: dict[int, dict[str, int]] = {}
+
+    def at(self, version: int) -> dict[str, str]:
+        """Return the digests at a version, by checkpoint name. Blocks; the first time reads the whole checkpoint.
+
+        Raises:
+            OutOfOrder: it is before the checkpoint's.
+            BaseMismatch: the versions do not lead to the state that they claim.
+            BrokenChain, CorruptFile, UnsupportedFormat, StoreUnavailable: a version cannot be read.
+        """
+        if version < self._version:
+            raise OutOfOrder(
+                "nothing is known of versions before the engine's checkpoint",
+                expected=f"version {self._version} or later",
+                found=f"version {version}",
+            )
+        start = max((known for known in self._known if known <= version), default=None)
+        if start is None:
+            start = self._version
+            self._known = {start: {spec.name: tensor_digest(spec, bits) for spec, bits in self._checkpoint.items()}}
+        digests = dict(self._known[start])
+        for step in range(start + 1, version + 1):
+            metadata = self._folder.read_metadata(self._folder.read_version(step))
+            for entry in metadata.tensors:
+                move = int(entry.new_digest, 16) - int(entry.old_digest, 16)
+                digests[entry.name] = add_digests(digests[entry.name], move)
+            found = format_digest(add_digests(*digests.values()))
+            if found != metadata.state_digest:
+                raise BaseMismatch(
+                    f"version {step} does not lead to the state it claims",
+                    expected=f"state digest {metadata.state_digest}",
+                    found=f"state digest {found}",
+                )
+        self._known = {at: self._known[at] for at in (self._version,)} | {version: digests}
+        return {name: format_digest(digest) for name, digest in digests.items()}
