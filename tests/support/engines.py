@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.digests import digests_in_worker
+
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8], [9, 8, 7], [100, 200, 300, 400])
 
 os.environ.update(
@@ -41,8 +43,19 @@ class Engine:
         return [list(out.outputs[0].token_ids) for out in self.llm.generate(prompts, parameters, use_tqdm=False)]
 
     def checksums(self) -> dict[str, str]:
-        """Return vLLM's own digests of the live parameters."""
-        return dict(self.llm.llm_engine.collective_rpc("compute_weight_checksums")[0])
+        """Return digests of the live parameters and buffers of the one worker."""
+        return self.all_checksums()[0]
+
+    def all_checksums(self) -> list[dict[str, str]]:
+        """Return digests of the live parameters and buffers of every worker."""
+        return list(self.llm.llm_engine.collective_rpc(digests_in_worker))
+
+    def shutdown_transfer(self) -> None:
+        """Shut the backend down as `LLM.shutdown_weight_transfer_engine` does, which vLLM has since 0.32."""
+        if hasattr(self.llm, "shutdown_weight_transfer_engine"):
+            self.llm.shutdown_weight_transfer_engine()
+        else:
+            self.backend.shutdown()
 
     @property
     def model(self) -> Any:

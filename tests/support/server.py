@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.digests import merged
 from vllm_delta_snapshot.drive import ServerClient
 
+_ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -28,8 +30,16 @@ _ENVIRONMENT = {
 }
 
 
+class CheckedServer(ServerClient):
+    """A server that is asked for the digests of all it holds, whichever vLLM it is."""
+
+    def checksums(self) -> dict[str, str]:
+        """Return digests of the live parameters and buffers of every worker."""
+        return merged(self.request("POST", "/collective_rpc", {"method": "weight_digests"})["results"])
+
+
 @contextlib.contextmanager
-def server(model: Path, log: Path, *options: str, **environment: str) -> Iterator[ServerClient]:
+def server(model: Path, log: Path, *options: str, **environment: str) -> Iterator[CheckedServer]:
     """Start a server with the plugin's backend, wait until it answers, and stop it afterwards."""
     port = _free_port()
     argv = [
@@ -38,18 +48,20 @@ def server(model: Path, log: Path, *options: str, **environment: str) -> Iterato
         *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"),
         *("--kv-cache-memory-bytes", str(64 << 20)),
         *("--weight-transfer-config", '{"backend": "delta_snapshot"}'),
+        *("--worker-extension-cls", "tests.support.digests.DigestsOfWorker"),
         *options,
     ]
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with log.open("wb") as output:
         process = subprocess.Popen(
             argv,
-            env={**os.environ, **_ENVIRONMENT, **environment},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **_ENVIRONMENT, **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        client = ServerClient(f"http://127.0.0.1:{port}")
+        client = CheckedServer(f"http://127.0.0.1:{port}")
         try:
             try:
                 client.wait_ready(timeout_s=300, is_alive=lambda: process.poll() is None)

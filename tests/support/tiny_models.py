@@ -118,8 +118,8 @@ def make_model(architecture: str, folder: Path, *, seed: int = 0) -> torch.nn.Mo
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(make_config(transformers)).to(torch.bfloat16)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases start as ones and zeros, which hide mistakes
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or "bias" in name:  # norms and biases start as ones and zeros, which hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The main job on ten architectures: published steps arrive bit for bit, stepwise and merged, by vLLM's own loader and by
+"""The main job on ten architectures: published steps arrive bit for bit, stepwise and merged, by vLLM's loader and by
 scattering, and are served; an update that is interrupted at any storage is undone, and going back is exact."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.digests import unchanged
 from tests.support.engines import Engine, engine
 from tests.support.tiny_models import ARCHITECTURES, WEIGHTS_ONLY, make_model, train_step
 from trainer_hooks import DeltaPublisher
@@ -54,7 +55,7 @@ def test_published_steps_are_served_exactly_as_by_a_fresh_engine(
     assert label == f"{publisher.run_id}@5"
     # The comparison means something: packed layers hash as empty, unchanged weights would be equal to anything.
     assert EMPTY_SHA256 not in checksums.values()
-    assert [name for name, checksum in checksums.items() if checksum == base_checksums[name]] == []
+    assert unchanged(base_checksums, checksums) == []
     assert tokens != base_tokens or not generates
 
 
@@ -62,18 +63,18 @@ def _undoes_interrupted_updates(live: Engine, version: int, monkeypatch: pytest.
     """Break off the update after each of its storages in turn, half of the next one written."""
     before = live.checksums()
     live.backend._handoff.wait(live.backend._at.version, version, timeout_s=60)
+    plain = LiveLane.write
     interrupted = 0
     while True:
         written = 0
-        plain = LiveLane.write
 
-        def write(lane: LiveLane) -> bool:
+        def write(lane: LiveLane, last: int = interrupted) -> bool:
             nonlocal written
-            if written == interrupted:
+            if written == last:
                 lane.flat[lane.index[::2]] = lane.new[::2]
                 raise RuntimeError("interrupted")
             written += 1
-            return plain(lane)  # noqa: B023 - the same all the time
+            return plain(lane)
 
         with monkeypatch.context() as patched:
             patched.setattr(LiveLane, "write", write)

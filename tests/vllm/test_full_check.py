@@ -1,4 +1,4 @@
-"""The full check finds any weight that is not the version's, on plain, converted and reloaded layers; and going back."""
+"""The full check finds any weight that is not the version's, on plain and reloaded layers; and going back is exact."""
 
 from __future__ import annotations
 

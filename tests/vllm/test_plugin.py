@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 
 import pytest
@@ -22,8 +23,23 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return copy
 
 
-def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+class _Warnings(logging.Handler):
+    """What the `vllm` logger was given, whether or not this vLLM lets it go on to the root logger."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    handler = _Warnings()
+    logging.getLogger("vllm").addHandler(handler)
+    yield handler.messages
+    logging.getLogger("vllm").removeHandler(handler)
 
 
 def test_entry_point_is_the_function() -> None:
@@ -31,39 +47,36 @@ def test_entry_point_is_the_function() -> None:
     assert point.load() is register
 
 
-def test_register_twice_is_silent(registry: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("vllm").addHandler(caplog.handler)
+def test_register_twice_is_silent(registry: dict[str, object], warnings: list[str]) -> None:
     register()
     register()
-    logging.getLogger("vllm").removeHandler(caplog.handler)
     assert registry[BACKEND]().__module__ == "vllm_delta_snapshot.engine.backend"
-    assert _warnings(caplog) == []
+    assert warnings == []
 
 
-def test_register_names_the_class_that_owns_the_name(
-    registry: dict[str, object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_register_names_the_class_that_owns_the_name(registry: dict[str, object], warnings: list[str]) -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLWeightTransferEngine
 
     WeightTransferEngineFactory.register_engine(BACKEND, SparseNCCLWeightTransferEngine)
-    logging.getLogger("vllm").addHandler(caplog.handler)
     register()
-    logging.getLogger("vllm").removeHandler(caplog.handler)
-    (message,) = _warnings(caplog)
+    (message,) = warnings
     assert "vllm.distributed.weight_transfer.sparse_nccl_engine.SparseNCCLWeightTransferEngine" in message
 
 
-def test_register_survives_an_owner_that_cannot_be_loaded(
-    registry: dict[str, object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_register_survives_an_owner_that_cannot_be_loaded(registry: dict[str, object], warnings: list[str]) -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, "no_such_module", "Engine")
-    logging.getLogger("vllm").addHandler(caplog.handler)
     register()
-    logging.getLogger("vllm").removeHandler(caplog.handler)
-    assert len(_warnings(caplog)) == 1
+    assert len(warnings) == 1
+
+
+def test_this_vllm_is_one_of_the_tested_ones(warnings: list[str]) -> None:
+    from vllm_delta_snapshot.engine.compat import check_vllm
+
+    check_vllm()
+    assert warnings == []
 
 
 def test_register_without_vllm_does_not_raise() -> None:

@@ -53,7 +53,7 @@ def _stays_where_it_is_when_it_is_initialized_again(
     two = live.checksums()
     live.init(sync_dir=str(run))
     assert live.checksums() == two
-    live.llm.shutdown_weight_transfer_engine()
+    live.shutdown_transfer()
     live.init(sync_dir=str(run))
     train_step(model, 3)
     assert publisher.publish().version == 3

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import damage
+from tests.support.digests import parameters_in
 from tests.support.engines import PROMPTS, engine
-from tests.support.server import greedy, server, stream
+from tests.support.server import CheckedServer, greedy, server, stream
 from tests.support.tiny_models import make_model, train_step
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
@@ -29,10 +30,10 @@ class Setup:
     """A trainer, its run, and a server that follows it."""
 
     def __init__(self, folder: Path) -> None:
-        self.base, self.sync_dir = folder / "base", folder / "run"
+        self.base, self.sync_dir, self.log = folder / "base", folder / "run", folder / "server.log"
         self.model = make_model("qwen3", self.base)
         self.publisher = DeltaPublisher(self.model, sync_dir=str(self.sync_dir), base=self.base)
-        self.client: ServerClient
+        self.client: CheckedServer
 
     def publish(self) -> int:
         """Train a step and publish it."""
@@ -44,7 +45,7 @@ class Setup:
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     folder = tmp_path_factory.mktemp("server")
     made = Setup(folder)
-    with server(made.base, folder / "server.log", DELTA_SNAPSHOT_STAGE_DIR=str(folder / "stage")) as client:
+    with server(made.base, made.log, DELTA_SNAPSHOT_STAGE_DIR=str(folder / "stage")) as client:
         made.client = client
         client.init(sync_dir=str(made.sync_dir))
         yield made
@@ -140,10 +141,23 @@ def _until_taken(client: ServerClient, version: int) -> None:
             return
 
 
+def test_vllms_own_weight_checker_agrees_where_it_exists(setup: Setup) -> None:
+    try:
+        theirs = ServerClient.checksums(setup.client)
+    except ServerError as error:
+        if error.status == 404:
+            pytest.skip("this vLLM has no /weight_checker (new in 0.32)")
+        raise
+    ours = parameters_in(setup.client.checksums())
+    assert {name.rpartition(":")[2]: digest for name, digest in theirs.items()} == ours
+
+
 def test_version_that_never_comes_times_out_without_a_pause(setup: Setup) -> None:
     with pytest.raises(ServerError, match="NotStaged"):
         sync_server(setup.client, setup.publisher.version + 5, stage_timeout_s=0.5)
     assert not setup.client.is_paused()
+    # An answer, not an error: no process of the server logged a traceback of it.
+    assert "NotStaged" not in setup.log.read_text(errors="replace")
 
 
 def test_server_ends_with_the_weights_of_a_fresh_engine(setup: Setup, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.digests import unchanged
 from tests.support.engines import PROMPTS
 from tests.support.server import greedy, server
 from tests.support.tiny_models import make_model, train_step
@@ -29,7 +30,7 @@ def test_two_workers_take_versions_exactly_and_refuse_together(tmp_path: Path) -
         train_step(model, 1, density=0.5)
         sync_server(client, publisher.publish().version)
         trained = client.checksums()
-        assert [name for name in trained if trained[name] == before[0][name]] == []
+        assert unchanged(before[0], trained) == []
 
         for version, kind in ((9, NotStaged), (0, OutOfOrder)):
             with pytest.raises(ServerError) as caught:

@@ -18,27 +18,29 @@ from trainer_hooks.source import source_of
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import sync_llm
 from vllm_delta_snapshot.engine import transaction
-from vllm_delta_snapshot.engine.live import MappedPatch
+from vllm_delta_snapshot.engine.lanes import LiveLane
+from vllm_delta_snapshot.engine.live import scatter
+from vllm_delta_snapshot.engine.updates import Update
 from vllm_delta_snapshot.errors import ApplyError, VerifyError, WeightsUncertain
 from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 
-def _half_then_fail(model: torch.nn.Module, mapped: Sequence[MappedPatch], way: str) -> None:
-    del model, way
-    for item in mapped[: len(mapped) // 2]:
-        item.write_new()
+def _write_half(lane: LiveLane) -> bool:
+    half = lane.index.numel() // 2
+    scatter(lane.flat, lane.index[:half], lane.new[:half])
+    return lane.holds_new()
+
+
+def _half_then_fail(model: torch.nn.Module, lanes: Sequence[LiveLane], update: Update, way: str) -> None:
+    del model, update, way
+    for lane in lanes:
+        _write_half(lane)
     raise RuntimeError("the loader broke")
 
 
-def _half_in_silence(model: torch.nn.Module, mapped: Sequence[MappedPatch], way: str) -> None:
-    del model, way
-    for item in mapped[: len(mapped) // 2]:
-        item.write_new()
-
-
-def _cannot_write(self: MappedPatch, values: Sequence[torch.Tensor]) -> None:
+def _cannot_write(lane: LiveLane) -> bool:
     raise RuntimeError("the device is gone")
 
 
@@ -58,7 +60,8 @@ def test_engine_survives_failed_updates_and_takes_special_values_exactly(
             with pytest.raises(RuntimeError, match="the loader broke"):
                 sync_llm(live.llm, 1, stage_timeout_s=20)
             assert (live.checksums(), live.tokens()) == old
-            patched.setattr(transaction, "apply", _half_in_silence)
+        with monkeypatch.context() as patched:
+            patched.setattr(LiveLane, "write", _write_half)
             with pytest.raises(VerifyError, match="does not have the published bits"):
                 sync_llm(live.llm, 1)
             assert (live.checksums(), live.tokens()) == old
@@ -142,8 +145,7 @@ def _refuse_for_ever_when_undo_fails(
     label = live.llm.get_weight_version()
     with monkeypatch.context() as patched:
         patched.setattr(transaction, "apply", _half_then_fail)
-        patched.setattr(MappedPatch, "write", _cannot_write)
-        patched.setattr(MappedPatch, "write_new", lambda self: [p.write(p.new) for p in self.places])
+        patched.setattr(LiveLane, "undo", _cannot_write)
         with pytest.raises(WeightsUncertain, match="restart it"):
             sync_llm(live.llm, version, stage_timeout_s=20)
     for call in (

@@ -63,11 +63,49 @@ def log(sync_dir: Run, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def verify(sync_dir: Run, as_json: AsJson = False) -> None:
-    """Check every file, checksum and patch of a run, and that its chain holds. Exits with 1 if anything is wrong."""
+def verify(
+    sync_dir: Annotated[
+        str | None, typer.Argument(metavar="[SYNC_DIR]", help="The run's folder: /path or file:///path.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help="Compare the live weights of this vLLM server instead.")
+    ] = None,
+    version: Annotated[
+        int | None, typer.Option(min=0, help="With --server: the version; by default the one that the server has.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check every file, checksum and patch of a run, and that its chain holds; or all live weights of a server.
+
+    Exits with 1 if anything is wrong. With --server the engine itself compares, on all its workers; generation stands
+    still while it reads its weights once. The API key is taken from VLLM_API_KEY.
+    """
     from vllm_delta_snapshot.cli import verify as verb
 
-    verb.run(sync_dir, as_json=as_json)
+    if (sync_dir is None) == (server is None):
+        raise typer.BadParameter("give either SYNC_DIR or --server URL")
+    if server is not None:
+        verb.run_server(server, version, as_json=as_json)
+    elif sync_dir is not None:
+        verb.run(sync_dir, as_json=as_json)
+
+
+@app.command()
+def doctor(
+    sync_dir: Annotated[str | None, typer.Option(metavar="SYNC_DIR", help="Also look at this run's folder.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Also start an engine on this model, and show how each tensor would be served.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="With --model: as in `vllm serve`.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="With --model: as in `vllm serve`.")] = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(help="With --model: as in `vllm serve`.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find out whether updates would work here. Exits with 1 if something is in the way."""
+    from vllm_delta_snapshot.cli import doctor as verb
+
+    options = {"dtype": dtype, "quantization": quantization, "gpu_memory_utilization": gpu_memory_utilization}
+    verb.run(sync_dir, model, options, as_json=as_json)
 
 
 @app.command()

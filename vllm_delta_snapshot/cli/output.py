@@ -85,7 +85,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     """Print a table to stdout; the first column is text, the others are numbers unless they begin with a letter."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        is_text = number == 0 or column in ("metrics", "dtype", "created", "file")
+        is_text = number == 0 or column in ("metrics", "dtype", "created", "file", "for example", "why")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(str, row))

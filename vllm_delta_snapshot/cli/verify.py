@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``delta-snapshot verify``: is every byte of a run what it should be?"""
+"""``delta-snapshot verify``: is every byte of a run, or of a server's live weights, what it should be?"""
 
 from __future__ import annotations
+
+import os
+import time
 
 import typer
 
@@ -13,6 +16,8 @@ from vllm_delta_snapshot.cli.output import (
     progress_bar,
     reported,
 )
+from vllm_delta_snapshot.drive.client import ServerClient
+from vllm_delta_snapshot.drive.sync import verify_server
 from vllm_delta_snapshot.verify_run import RunVerification, verify_run
 
 __all__ = ["run"]
@@ -31,6 +36,20 @@ def run(sync_dir: str, *, as_json: bool) -> None:
         _print(found)
     if not found.is_ok:
         raise typer.Exit(EXIT_PROBLEM)
+
+
+def run_server(url: str, version: int | None, *, as_json: bool) -> None:
+    """Have a server compare its live weights, and exit with 1 if any differs."""
+    with reported(as_json=as_json):
+        client = ServerClient(url, api_key=os.environ.get("VLLM_API_KEY"))
+        started = time.monotonic()
+        verify_server(client, version)
+        label, seconds = client.weight_version(), time.monotonic() - started
+    if as_json:
+        print_json({"ok": True, "server": url, "label": label, "version": version, "seconds": round(seconds, 3)})
+    else:
+        compared = "its version" if version is None else f"version {version}"
+        typer.echo(f"ok: all live weights of {url} are those of {compared} (label {label}), {seconds:.2f} s")
 
 
 def _as_json(found: RunVerification) -> dict[str, object]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from vllm_delta_snapshot.engine.compat import ExpertsCall, experts_call_reader, take_routing
 from vllm_delta_snapshot.engine.cpu_linear import plain_linear
 from vllm_delta_snapshot.engine.log import logger
 
@@ -76,60 +77,48 @@ def _ask_before_packing(experts: Any) -> None:
         def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
             if _is_ours():
                 setattr(self, _MARK, True)
+                take_routing(self, layer)
                 return
             pack(self, layer)
 
         experts.process_weights_after_loading = process_weights_after_loading
     if "apply" in vars(experts):
         packed_apply = experts.apply
+        read_call = experts_call_reader(packed_apply)
 
-        def apply(self: Any, output: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if getattr(self, _MARK, False):
-                _plain_experts(self, output, *args, **kwargs)
-            else:
-                packed_apply(self, output, *args, **kwargs)
+        def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not getattr(self, _MARK, False):
+                return packed_apply(self, *args, **kwargs)
+            call = read_call(self, *args, **kwargs)
+            result = _plain_experts(self, call)
+            if call.output is None:
+                return result
+            call.output.copy_(result)
+            return None
 
         experts.apply = apply
 
 
-def _plain_experts(
-    experts: Any,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: Any,
-    global_num_experts: int,
-    expert_map: torch.Tensor | None,
-    a1q_scale: torch.Tensor | None,
-    a2_scale: torch.Tensor | None,
-    workspace13: torch.Tensor | None,
-    workspace2: torch.Tensor | None,
-    expert_tokens_meta: Any,
-    apply_router_weight_on_input: bool,
-) -> None:
-    """Compute a mixture of experts from plain ``[E, 2I, H]`` and ``[E, H, I]`` weights, one expert after the other.
+def _plain_experts(experts: Any, call: ExpertsCall) -> torch.Tensor:
+    """Compute a mixture of experts from plain weights, one expert after the other."""
+    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 
-    The signature is that of the method it stands for (vLLM 0.32), which is called by keywords.
-    """
-    del global_num_experts, a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta
-    ids = topk_ids.long()
-    if expert_map is not None:
-        ids = expert_map[ids].long()
+    hidden_states = call.hidden_states
+    ids = call.topk_ids.long()
+    if call.expert_map is not None:
+        ids = call.expert_map[ids].long()
     total = torch.zeros(hidden_states.shape, dtype=torch.float32)
-    for expert in range(w1.shape[0]):
+    for expert in range(call.w1.shape[0]):
         tokens, slots = (ids == expert).nonzero(as_tuple=True)
         if tokens.numel() == 0:
             continue
         bias_1 = None if experts.w1_bias is None else experts.w1_bias[expert].to(hidden_states.dtype)
         bias_2 = None if experts.w2_bias is None else experts.w2_bias[expert].to(hidden_states.dtype)
-        gate_up = plain_linear(hidden_states[tokens], w1[expert], bias_1)
+        gate_up = plain_linear(hidden_states[tokens], call.w1[expert], bias_1)
         inner = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
-        experts.activation(activation, inner, gate_up)
-        out = plain_linear(inner, w2[expert], bias_2).float()
-        if not apply_router_weight_on_input:  # else the inputs were scaled before
-            out *= topk_weights[tokens, slots, None].float()
+        apply_moe_activation(call.activation, inner, gate_up, activation_config=experts.activation_config)
+        out = plain_linear(inner, call.w2[expert], bias_2).float()
+        if not call.are_inputs_weighted:
+            out *= call.topk_weights[tokens, slots, None].float()
         total.index_add_(0, tokens, out)
-    output.copy_(total)
+    return total.to(hidden_states.dtype)

@@ -31,7 +31,7 @@ from vllm_delta_snapshot.errors import ApplyError, BaseMismatch, TensorRefused
 from vllm_delta_snapshot.stage.mapping import map_update
 from vllm_delta_snapshot.types import Positions, TensorPatch, TensorSpec, position_dtype
 
-__all__ = ["Fitness", "check_fitness", "check_live_bits", "check_memory", "choose_ways"]
+__all__ = ["Fitness", "check_fitness", "check_live_bits", "check_memory", "choose_ways", "refuse_tensors"]
 
 _SAMPLE_BLOCKS: Final = 16
 _SAMPLE_BLOCK: Final = 256
@@ -70,6 +70,7 @@ class Fitness:
             return self
         logger.info("parameters were re-created: recording their places again")
         plan, reload = _record(model, self.specs)
+        plan = plan.without(self.skipped)
         exact = [name for name in self.plan.places.pieces if self.plan.is_exact(name)]
         plan = with_probed_places(model, plan, [self.specs[name] for name in exact if not plan.is_exact(name)])
         lost = [name for name in exact if not plan.is_exact(name)]
@@ -87,6 +88,7 @@ def check_fitness(
     are_weights_as_loaded: bool,
     has_mirror: bool = False,
     config: Any = None,
+    refuses: bool = True,
 ) -> Fitness:
     """Make all checks and choose. Collective over the engine's workers; every weight is afterwards what it was.
 
@@ -99,6 +101,7 @@ def check_fitness(
             then their bits cannot be compared with it, and were when the engine was first initialized.
         has_mirror: whether there will be a mirror of the checkpoint to reload layers from.
         config: vLLM's configuration of the engine.
+        refuses: whether a tensor without a way is an error; else its choice says so.
 
     Raises:
         TensorRefused: layers or tensors that cannot be updated exactly; named.
@@ -126,6 +129,9 @@ def check_fitness(
         plan = with_probed_places(model, plan, rearranged)
         summaries = gather_from_workers(plan.summary(reloads))
     choices = choose_ways(summaries, checkpoint.specs, skip, way)
+    if refuses:
+        refuse_tensors(choices)
+    plan = plan.without(name for name, choice in choices.items() if choice.way in ("skip", "refused"))
     compared = 0
     try:
         compared = check_live_bits(plan, checkpoint) if are_weights_as_loaded else 0
@@ -182,7 +188,7 @@ def _reload_reasons(
 def choose_ways(
     summaries: Sequence[PlanSummary], specs: Mapping[str, TensorSpec], skip: Iterable[str], way: Way
 ) -> dict[str, Choice]:
-    """Choose for every tensor, and check that none is left without a way.
+    """Choose for every tensor.
 
     Args:
         summaries: one of each worker of the engine.
@@ -192,9 +198,6 @@ def choose_ways(
 
     Returns:
         The choice for each tensor, by name.
-
-    Raises:
-        TensorRefused: names every tensor that has no way and is not skippable.
     """
     patterns = list(skip)
     choices: dict[str, Choice] = {}
@@ -210,6 +213,15 @@ def choose_ways(
             choices[name] = Choice("skip", reason)
         else:
             choices[name] = Choice("refused", reason)
+    return choices
+
+
+def refuse_tensors(choices: Mapping[str, Choice]) -> None:
+    """Check that no tensor is left without a way.
+
+    Raises:
+        TensorRefused: names those that are.
+    """
     refused = {name: choice.reason for name, choice in choices.items() if choice.way == "refused"}
     if refused:
         listed = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:5])
@@ -219,7 +231,6 @@ def choose_ways(
             tensor=listed + more,
             hint='If the engine rightly has no use for them, name them in init_info: {"skip": ["pattern*"]}.',
         )
-    return choices
 
 
 def why_no_place(spec: TensorSpec, summaries: Sequence[PlanSummary]) -> str | None:

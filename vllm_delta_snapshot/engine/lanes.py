@@ -134,13 +134,26 @@ def in_checkpoint_type(live: torch.Tensor, dtype: str, live_dtype: torch.dtype) 
         return live
     if (source, live_dtype) not in _EXACT:
         return None
+    if (source, live_dtype) == (torch.bfloat16, torch.float32):
+        # The upper half of the bits, so that even a NaN's payload comes back.
+        narrow_bits = (live >> 16).to(torch.int16)
+        if bool((live & 0xFFFF).any()):
+            raise _not_of_the_type(source, live_dtype)
+        return narrow_bits
     wide = live.contiguous().view(live_dtype)
     narrow = wide.to(source)
-    if not torch.equal(narrow.to(live_dtype).view(live.dtype), live):
-        raise BaseMismatch(
-            "live weights are not ones that the checkpoint's type has; they were changed by something else",
-            expected=f"values of {source}",
-            found=f"others, in {live_dtype}",
-            hint="Restart the engine; it catches up by itself.",
-        )
+    is_lost = narrow.to(live_dtype).view(live.dtype) != live
+    if is_lost.any():
+        if wide[is_lost].isnan().all():
+            return None  # which NaN it was does not survive another type
+        raise _not_of_the_type(source, live_dtype)
     return narrow.view(integer_type(source))
+
+
+def _not_of_the_type(source: torch.dtype, live_dtype: torch.dtype) -> BaseMismatch:
+    return BaseMismatch(
+        "live weights are not ones that the checkpoint's type has; they were changed by something else",
+        expected=f"values of {source}",
+        found=f"others, in {live_dtype}",
+        hint="Restart the engine; it catches up by itself.",
+    )

@@ -46,7 +46,7 @@ def scatter(flat: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> bo
 
     Args:
         flat: a storage as integers, flat.
-        index: positions, int64, shape ``(k,)``, on the device of `flat`.
+        index: distinct positions, int64, shape ``(k,)``, on the device of `flat`.
         values: the same type and device, shape ``(k,)``.
 
     Returns:

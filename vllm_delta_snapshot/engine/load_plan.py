@@ -66,6 +66,12 @@ class LoadPlan:
         """Say whether a tensor is on this worker, and every element has its place."""
         return bool(self.places.pieces.get(name)) and name not in self.problems
 
+    def without(self, names: Iterable[str]) -> LoadPlan:
+        """Return a plan in which these tensors have no places."""
+        left_out = frozenset(names)
+        pieces = {name: pieces for name, pieces in self.places.pieces.items() if name not in left_out}
+        return LoadPlan(PlaceMap(pieces), self.storages, self.problems, self.fingerprint)
+
     def summary(self, reloads: Mapping[str, str] | None = None) -> PlanSummary:
         """Return the plan without places, to tell other workers.
 
@@ -125,7 +131,8 @@ def record_load_plan(
             tensor=", ".join(rebound[:5]),
             hint="This model cannot be updated in place.",
         )
-    return LoadPlan(PlaceMap(recorder.pieces), live.storages, recorder.problems, fingerprint)
+    exact = {name: pieces for name, pieces in recorder.pieces.items() if name not in recorder.problems}
+    return LoadPlan(PlaceMap(exact), live.storages, recorder.problems, fingerprint)
 
 
 def with_probed_places(model: Any, plan: LoadPlan, specs: Iterable[TensorSpec]) -> LoadPlan:
@@ -144,6 +151,7 @@ def with_probed_places(model: Any, plan: LoadPlan, specs: Iterable[TensorSpec]) 
         found = probe_index(model, spec, live)
         if isinstance(found, str):
             problems[spec.name] = found
+            pieces.pop(spec.name, None)
         elif found:
             pieces[spec.name] = found
     return LoadPlan(PlaceMap(pieces), live.storages, problems, plan.fingerprint)

@@ -142,11 +142,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self.problems: dict[str, str] = {}
         self._stand_ins = stand_ins
         self._live = live
+        self._blank: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = [tensor for tensor in written_by(func, args, kwargs) if self._live.holds(tensor)]
+        all_written = written_by(func, args, kwargs)
+        written = [tensor for tensor in all_written if self._live.holds(tensor)]
         if not written:
+            sources = [tensor for tensor in all_written if self._stand_ins.find(tensor)]
+            for tensor in sources:
+                self._replace_source(func, tensor)
+            if sources:
+                return args[0]
             return func(*args, **kwargs)
         if func is torch.ops.aten.copy_.default:
             self._record(args[0], args[1])
@@ -157,6 +164,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 self._blame_places(tensor, reason)
         return args[0] if args else None
 
+    def _replace_source(self, func: Any, tensor: torch.Tensor) -> None:
+        """Note that the loader writes into a tensor that it was given."""
+        found = self._stand_ins.find(tensor)
+        assert found is not None  # noqa: S101 - the caller looked
+        name, offset = found
+        is_whole = offset == 0 and tensor.numel() == self._stand_ins.tensors[name].numel()
+        if func is torch.ops.aten.zero_.default and is_whole:
+            # Some ranks load zeros where one rank alone must add a bias: it is not on this rank.
+            self._blank.add(name)
+        else:
+            self.problems.setdefault(name, f"its loader changes it by {func} before copying it")
+
     def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
         found = self._stand_ins.find(source)
         if found is None:
@@ -165,6 +184,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             self._blame_places(target, "its loader computes on the weight after copying it")
             return
         name, byte_offset = found
+        if name in self._blank:
+            self._blame_places(target, "its loader copies twice to the same place")
+            return
         reason = self._live.reason(target) or why_not_exact(target, source)
         if reason:
             self.problems.setdefault(name, reason)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import tempfile
 import uuid
 from pathlib import Path
@@ -33,7 +34,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from vllm_delta_snapshot.errors import StageError
+from vllm_delta_snapshot.errors import FormatError, StageError
+from vllm_delta_snapshot.format.run import RunInfo
 from vllm_delta_snapshot.format.wire import WireModel
 
 __all__ = ["StageArea", "StagerConfig", "StagerState", "default_stage_root", "pair_of"]
@@ -49,10 +51,23 @@ class StagerConfig(WireModel):
 
 
 class Problem(WireModel):
-    """Why the stager is stuck: the version it cannot stage, and the error."""
+    """Why the stager is stuck.
+
+    Attributes:
+        version: the version that it cannot fetch or stage.
+        base: from where; ``None`` if the version itself is what is wrong.
+        error: the error.
+    """
 
     version: int
+    base: int | None = None
     error: dict[str, str | None]
+
+    def concerns(self, base: int, version: int) -> bool:
+        """Say whether it keeps an update from being staged."""
+        if self.base is None:
+            return self.version <= max(base, version)
+        return (self.base, self.version) == (base, version)
 
 
 class StagerState(WireModel):
@@ -64,6 +79,7 @@ class StagerState(WireModel):
         start_digest: its state digest.
         newest: the newest version that is fetched and verified.
         problem: why it does not get past `newest`.
+        mirror_error: why the mirror is not where it is wanted.
         error: why it failed for good.
     """
 
@@ -73,6 +89,7 @@ class StagerState(WireModel):
     start_digest: str = ""
     newest: int = 0
     problem: Problem | None = None
+    mirror_error: dict[str, str | None] | None = None
     error: dict[str, str | None] | None = None
 
 
@@ -147,6 +164,22 @@ class StageArea:
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         temporary.write_bytes(data)
         temporary.replace(path)
+
+    def begin_run(self, run: RunInfo) -> None:
+        """Keep a copy of run.json for the workers, and clear what was staged of a run that lay in the folder before."""
+        try:
+            before = RunInfo.from_json(self.run.read_bytes(), file=str(self.run)).run_id
+        except (FileNotFoundError, FormatError):
+            before = None
+        if before != run.run_id:
+            for folder in (self.fetched, self.staged, self.mapped, self.wanted, self.digests):
+                for path in folder.iterdir():
+                    if path.is_dir():
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink()
+            self.mirror_target.unlink(missing_ok=True)
+        self.write(self.run, run.to_json())
 
     def read_config(self) -> StagerConfig:
         """Return the configuration."""

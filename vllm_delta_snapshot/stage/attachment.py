@@ -42,8 +42,11 @@ class Attachment:
 
     def __init__(self, area: StageArea) -> None:
         self._path = area.attached / uuid.uuid4().hex
+        hidden = self._path.with_name(f".{self._path.name}")
         try:
-            descriptor = try_lock(self._path)
+            # It appears when it is locked: a stager that looked in between would take it for a dead worker's.
+            descriptor = try_lock(hidden)
+            hidden.rename(self._path)
         except OSError as error:
             raise StageError("cannot attach to the stager", file=str(self._path), found=error) from error
         if descriptor is None:
@@ -72,6 +75,8 @@ def living_workers(area: StageArea, start_version: int) -> list[Worker]:
     """
     workers = []
     for path in area.attached.iterdir():
+        if path.name.startswith("."):
+            continue
         if is_locked(path):
             version, _, places = path.read_text().partition(" ")
             workers.append(Worker(int(version) if version else start_version, places.strip()))

@@ -138,7 +138,7 @@ class Handoff:
         state = self._area.read_state()
         if state and state.error:
             raise error_of_fields(state.error)
-        if state and state.problem and state.problem.version <= max(base_version, version):
+        if state and state.problem and state.problem.concerns(base_version, version):
             raise error_of_fields(state.problem.error)
         raise NotStaged(
             f"version {version} is not staged",
@@ -220,8 +220,8 @@ class Handoff:
         self._area.write(self._area.mirror_target, str(version).encode())
         self._ensure_stager()
         state = self._area.read_state()
-        if state and state.problem and state.problem.version <= version:
-            raise error_of_fields(state.problem.error)
+        if state and state.mirror_error:
+            raise error_of_fields(state.mirror_error)
         raise NotStaged(
             f"the mirror is not at version {version}",
             file=str(self._area.mirror),

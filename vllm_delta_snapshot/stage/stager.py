@@ -63,6 +63,8 @@ class Stager:
         self._state = StagerState(status="starting", pid=os.getpid())
         self._places: dict[str, PlaceMap] = {}
         self._retry_at = 0.0
+        self._mirror_retry_at = 0.0
+        self._pair_retry_at: dict[tuple[int, int], float] = {}
 
     def run(self) -> None:
         """Follow until the last worker is gone. Blocks."""
@@ -103,7 +105,7 @@ class Stager:
         run = self._folder.read_run()
         checkpoint = self._checkpoint = Checkpoint(self._config.checkpoint)
         checkpoint.check_fits(dict(run.specs()), what=f"run {run.run_id}")
-        self._area.write(self._area.run, run.to_json())
+        self._area.begin_run(run)
         version = self._version_of(checkpoint, run.base.state_digest)
         self._specs = run.specs()
         self._run_id = run.run_id
@@ -140,6 +142,8 @@ class Stager:
             self._fetch_new()
         bases = {worker.version for worker in workers}
         for base, version in self._pairs(bases):
+            if time.monotonic() < self._pair_retry_at.get((base, version), 0.0):
+                continue
             try:
                 if not self._area.staged_folder(base, version).exists():
                     self._stage(base, version)
@@ -147,7 +151,7 @@ class Stager:
                     if worker.version == base and worker.places:
                         self._map(base, version, worker.places)
             except DeltaSnapshotError as error:
-                self._report(max(base, version), error)
+                self._report(version, error, base=base)
         self._keep_mirror()
         self._answer_digests()
         self._prune(bases)
@@ -167,12 +171,17 @@ class Stager:
 
     def _keep_mirror(self) -> None:
         target = self._area.read_mirror_target()
-        if target is None or not self._state.start_version <= target <= self._state.newest:
+        is_time = time.monotonic() >= self._mirror_retry_at
+        if target is None or not is_time or not self._state.start_version <= target <= self._state.newest:
             return
         try:
             self._mirror.keep(target, self._update_between)
+            if self._state.mirror_error is not None:
+                self._set_state(self._state.model_copy(update={"mirror_error": None}))
         except DeltaSnapshotError as error:
-            self._report(target, error)
+            logger.warning("cannot bring the mirror to version=%d: %s", target, error)
+            self._mirror_retry_at = time.monotonic() + self._config.retry_interval_s
+            self._set_state(self._state.model_copy(update={"mirror_error": error.to_fields()}))
 
     def _update_between(self, base: int, version: int) -> tuple[DeltaMetadata, list[TensorPatch]]:
         if not self._area.staged_folder(base, version).exists():
@@ -307,10 +316,15 @@ class Stager:
             if pair is None or pair[0] not in bases:
                 path.unlink(missing_ok=True)
 
-    def _report(self, version: int, error: DeltaSnapshotError) -> None:
-        logger.warning("cannot stage version=%d: %s", version, error)
-        self._retry_at = time.monotonic() + self._config.retry_interval_s
-        problem = Problem(version=version, error=error.to_fields())
+    def _report(self, version: int, error: DeltaSnapshotError, *, base: int | None = None) -> None:
+        """Say what is wrong with a version, or with the update to it from `base`; and wait before trying it again."""
+        logger.warning("cannot stage base=%s version=%d: %s", base, version, error)
+        retry_at = time.monotonic() + self._config.retry_interval_s
+        if base is None:
+            self._retry_at = retry_at
+        else:
+            self._pair_retry_at[base, version] = retry_at
+        problem = Problem(version=version, base=base, error=error.to_fields())
         with contextlib.suppress(OSError):
             self._set_state(self._state.model_copy(update={"problem": problem}))
 
