@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.support.tensors import bits_of, random_bits, rng_of, to_torch
-from vllm_delta_snapshot.engine.lanes import LiveLane, ready_lane
+from vllm_delta_snapshot.engine.lanes import LiveLane, ready_lanes, write_lanes
 from vllm_delta_snapshot.engine.load_plan import LoadPlan
 from vllm_delta_snapshot.stage.mapping import map_update
 from vllm_delta_snapshot.types import TensorPatch, TensorSpec, position_dtype
@@ -57,13 +57,12 @@ def tensor_of(patch: TensorPatch) -> torch.Tensor:
 
 def live_lanes(plan: LoadPlan, patches: Sequence[TensorPatch]) -> list[LiveLane]:
     """Map patches and bring them to the live weights; nothing is written."""
-    return [ready_lane(plan, lane) for lane in map_update(patches, plan.places)]
+    return ready_lanes(plan, map_update(patches, plan.places))
 
 
 def write_through(plan: LoadPlan, patches: Sequence[TensorPatch]) -> None:
     """Write patches to where the plan says."""
-    for lane in live_lanes(plan, patches):
-        assert lane.write()
+    assert all(write_lanes(live_lanes(plan, patches)))
 
 
 def specs_of(**shapes: tuple[int, ...]) -> Mapping[str, TensorSpec]:

@@ -11,7 +11,7 @@ import torch
 from tests.support.tensors import bits_of, random_bits, random_patch, rng_of, special_bits, to_torch
 from tests.support.toys import Toy, full_patch, live_lanes, specs_of, tensor_of
 from vllm_delta_snapshot.dtypes import Bits
-from vllm_delta_snapshot.engine.lanes import LiveLane, digest_old, ready_lane
+from vllm_delta_snapshot.engine.lanes import LiveLane, digest_old, ready_lanes, seem_old, undo_lanes, write_lanes
 from vllm_delta_snapshot.engine.load_plan import LoadPlan, record_load_plan
 from vllm_delta_snapshot.errors import ApplyError, BaseMismatch
 from vllm_delta_snapshot.format.digest import patch_digest
@@ -73,8 +73,7 @@ def digests_of(engine: Engine, lanes: list[LiveLane]) -> dict[str, int | None]:
 def test_written_values_equal_the_loaders(code: str, dtype: torch.dtype) -> None:
     engine, loaded = Engine(code, dtype), Engine(code, dtype)
     patches = engine.patches()
-    for lane in live_lanes(engine.plan, patches):
-        assert lane.write()
+    assert all(write_lanes(live_lanes(engine.plan, patches)))
     bits = {name: old.copy() for name, old in engine.old.items()}
     for patch in patches:
         bits[patch.spec.name][patch.positions] = patch.values
@@ -133,10 +132,12 @@ def test_undone_values_are_the_old_bits(code: str, dtype: torch.dtype) -> None:
     engine = Engine(code, dtype, with_nan=True)
     before = engine.toy.bits()
     lanes = live_lanes(engine.plan, engine.patches())
-    assert all(lane.holds_old() and lane.seems_old() and not lane.holds_new() for lane in lanes)
-    assert all(lane.write() for lane in lanes)
-    assert all(lane.holds_new() and not lane.holds_old() and not lane.seems_old() for lane in lanes)
-    assert all(lane.undo() for lane in lanes)
+    assert seem_old(lanes)
+    assert all(lane.holds_old() and not lane.holds_new() for lane in lanes)
+    assert all(write_lanes(lanes))
+    assert not any(seem_old([lane]) for lane in lanes)
+    assert all(lane.holds_new() and not lane.holds_old() for lane in lanes)
+    assert undo_lanes(lanes)
     assert all(lane.holds_old() for lane in lanes)
     assert engine.toy.bits() == before
 
@@ -148,7 +149,7 @@ def test_ready_lane_writes_nothing() -> None:
     assert engine.toy.bits() == before
 
 
-def test_seems_old_looks_at_spots_all_over_a_large_lane() -> None:
+def test_seem_old_looks_at_spots_all_over_a_large_lane() -> None:
     spec = specs_of(w=(5000,))["w"]
 
     def copy(toy: Toy, name: str, tensor: torch.Tensor) -> None:
@@ -156,9 +157,9 @@ def test_seems_old_looks_at_spots_all_over_a_large_lane() -> None:
 
     toy = Toy(copy, w=(5000,))
     [lane] = live_lanes(record_load_plan(toy, {"w": spec}), [full_patch(spec)])
-    assert lane.seems_old()
-    toy.w.data[2500:2600] += 1
-    assert not lane.seems_old()
+    assert seem_old([lane])
+    toy.w.data[2000:3000] += 1
+    assert not seem_old([lane])
 
 
 @pytest.mark.parametrize("code", ["BOOL", "I8", "U16", "F8_E5M2", "I64", "C64"])
@@ -176,7 +177,7 @@ def test_types_that_are_the_same_on_both_sides_are_written_bit_for_bit(code: str
     zeros = TensorPatch(spec, patch.positions, np.zeros_like(patch.values))
     [(_, _, digest)] = digest_old(plan, lane)
     assert digest == patch_digest(spec, zeros.positions, zeros.values)
-    assert lane.write()
+    assert write_lanes([lane]) == [True]
     assert bits_of(toy.w).tolist() == patch.values.tolist()
 
 
@@ -187,5 +188,5 @@ def test_lane_that_does_not_fit_the_storage_is_refused(index: list[int]) -> None
     patch = TensorPatch(spec, np.arange(2, dtype=position_dtype(2)), np.array([1, 2], np.uint16))
     [lane] = map_update([patch], engine.plan.places)
     with pytest.raises(ApplyError, match="does not fit the live weights") as caught:
-        ready_lane(engine.plan, dataclasses.replace(lane, index=np.array(index)))
+        ready_lanes(engine.plan, [dataclasses.replace(lane, index=np.array(index))])
     assert caught.value.tensor == "a"

@@ -1,4 +1,4 @@
-"""Work in parts: everything once, in order, on as many threads as torch uses, on all cores of the process."""
+"""Work on items: each once, in order, on as many threads as torch uses, on all cores of the process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vllm_delta_snapshot.engine.threads import run_each, run_in_parts
+from vllm_delta_snapshot.engine.threads import run_each
 
 
 @pytest.fixture(params=[1, 2, 16])
@@ -21,27 +21,18 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("size", [0, 1, 9, 10, 19, 20, 21, 1000])
-def test_parts_are_consecutive_and_cover_everything(size: int, threads: int) -> None:
-    parts = run_in_parts(lambda first, last: (first, last), size, least=10)
-    assert [first for first, _ in parts] == [0, *(last for _, last in parts[:-1])]
-    assert parts[-1][1] == size
-    assert len(parts) <= max(1, min(threads, size // 10))
-    assert all(last - first >= 10 for first, last in parts) or len(parts) == 1
-
-
-def test_one_part_runs_in_the_thread_that_asked() -> None:
-    assert run_in_parts(lambda first, last: threading.get_ident(), 5, least=10) == [threading.get_ident()]
+def test_one_item_is_worked_in_the_thread_that_asked() -> None:
+    assert run_each(lambda _: threading.get_ident(), [1]) == [threading.get_ident()]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-def test_parts_run_on_all_cores_even_from_a_pinned_thread() -> None:
+def test_items_are_worked_on_all_cores_even_from_a_pinned_thread() -> None:
     cores = os.sched_getaffinity(0)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         os.sched_setaffinity(0, {min(cores)})
-        found = run_in_parts(lambda first, last: os.sched_getaffinity(0), 100, least=10)
+        found = run_each(lambda _: os.sched_getaffinity(0), [1, 2])
     finally:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(before)
@@ -49,12 +40,12 @@ def test_parts_run_on_all_cores_even_from_a_pinned_thread() -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_error_of_a_part_is_raised() -> None:
-    def fail(first: int, last: int) -> None:
-        raise ValueError(last)
+def test_error_of_an_item_is_raised() -> None:
+    def fail(item: int) -> None:
+        raise ValueError(item)
 
     with pytest.raises(ValueError, match=r"\d+"):
-        run_in_parts(fail, 100, least=10)
+        run_each(fail, [1, 2, 3])
 
 
 @pytest.mark.usefixtures("threads")

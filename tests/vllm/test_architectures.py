@@ -3,7 +3,9 @@ scattering, and are served; an update that is interrupted at any storage is undo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,8 @@ from tests.support.tiny_models import ARCHITECTURES, WEIGHTS_ONLY, make_model, t
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import sync_llm, verify_llm
-from vllm_delta_snapshot.engine.lanes import LiveLane
+from vllm_delta_snapshot.engine import transaction
+from vllm_delta_snapshot.engine.lanes import LiveLane, write_lanes
 from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
@@ -63,21 +66,20 @@ def _undoes_interrupted_updates(live: Engine, version: int, monkeypatch: pytest.
     """Break off the update after each of its storages in turn, half of the next one written."""
     before = live.checksums()
     live.backend._handoff.wait(live.backend._at.version, version, timeout_s=60)
-    plain = LiveLane.write
+    plain = transaction.apply
     interrupted = 0
     while True:
-        written = 0
 
-        def write(lane: LiveLane, last: int = interrupted) -> bool:
-            nonlocal written
-            if written == last:
-                lane.flat[lane.index[::2]] = lane.new[::2]
-                raise RuntimeError("interrupted")
-            written += 1
-            return plain(lane)
+        def break_off(model: Any, lanes: Sequence[LiveLane], *rest: Any, count: int = interrupted) -> None:
+            if count == len(lanes):
+                plain(model, lanes, *rest)
+                return
+            write_lanes(lanes[:count])
+            lanes[count].flat[lanes[count].index[::2]] = lanes[count].new[::2]
+            raise RuntimeError("interrupted")
 
         with monkeypatch.context() as patched:
-            patched.setattr(LiveLane, "write", write)
+            patched.setattr(transaction, "apply", break_off)
             live.llm.start_weight_update()
             try:
                 live.llm.update_weights({"update_info": {"version": version}})

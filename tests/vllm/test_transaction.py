@@ -17,7 +17,7 @@ from trainer_hooks import DeltaPublisher
 from trainer_hooks.source import source_of
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import sync_llm
-from vllm_delta_snapshot.engine import transaction
+from vllm_delta_snapshot.engine import apply, transaction
 from vllm_delta_snapshot.engine.lanes import LiveLane
 from vllm_delta_snapshot.engine.live import scatter
 from vllm_delta_snapshot.engine.updates import Update
@@ -33,6 +33,10 @@ def _write_half(lane: LiveLane) -> bool:
     return lane.holds_new()
 
 
+def _write_halves(lanes: Sequence[LiveLane]) -> list[bool]:
+    return [_write_half(lane) for lane in lanes]
+
+
 def _half_then_fail(model: torch.nn.Module, lanes: Sequence[LiveLane], update: Update, way: str) -> None:
     del model, update, way
     for lane in lanes:
@@ -40,7 +44,7 @@ def _half_then_fail(model: torch.nn.Module, lanes: Sequence[LiveLane], update: U
     raise RuntimeError("the loader broke")
 
 
-def _cannot_write(lane: LiveLane) -> bool:
+def _cannot_write(lanes: Sequence[LiveLane]) -> bool:
     raise RuntimeError("the device is gone")
 
 
@@ -61,7 +65,7 @@ def test_engine_survives_failed_updates_and_takes_special_values_exactly(
                 sync_llm(live.llm, 1, stage_timeout_s=20)
             assert (live.checksums(), live.tokens()) == old
         with monkeypatch.context() as patched:
-            patched.setattr(LiveLane, "write", _write_half)
+            patched.setattr(apply, "write_lanes", _write_halves)
             with pytest.raises(VerifyError, match="does not have the published bits"):
                 sync_llm(live.llm, 1)
             assert (live.checksums(), live.tokens()) == old
@@ -145,7 +149,7 @@ def _refuse_for_ever_when_undo_fails(
     label = live.llm.get_weight_version()
     with monkeypatch.context() as patched:
         patched.setattr(transaction, "apply", _half_then_fail)
-        patched.setattr(LiveLane, "undo", _cannot_write)
+        patched.setattr(transaction, "undo_lanes", _cannot_write)
         with pytest.raises(WeightsUncertain, match="restart it"):
             sync_llm(live.llm, version, stage_timeout_s=20)
     for call in (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_delta_snapshot.engine.lanes import LiveLane
+from vllm_delta_snapshot.engine.lanes import LiveLane, write_lanes
 from vllm_delta_snapshot.engine.loader import apply_by_loader, is_for_loader
 from vllm_delta_snapshot.engine.updates import Update
 from vllm_delta_snapshot.engine.ways import Way
@@ -39,17 +39,16 @@ def apply(model: torch.nn.Module, lanes: Sequence[LiveLane], update: Update, way
         patches = [patch for patch in update.patches() if patch.spec.name in here and is_for_loader(patch)]
         apply_by_loader(model, patches)
         carried = {patch.spec.name for patch in patches}
-        for lane in lanes:
-            by_loader = all(run.name in carried for run in lane.lane.runs)
-            _require(lane.holds_new() if by_loader else lane.write(), lane)
-        return
-    for lane in lanes:
-        _require(lane.write(), lane)
+        write_lanes([lane for lane in lanes if not all(run.name in carried for run in lane.lane.runs)])
+        _require([lane.holds_new() for lane in lanes], lanes)
+    else:
+        _require(write_lanes(lanes), lanes)
 
 
-def _require(is_right: bool, lane: LiveLane) -> None:
-    if not is_right:
+def _require(are_right: Sequence[bool], lanes: Sequence[LiveLane]) -> None:
+    wrong = [lane for lane, is_right in zip(lanes, are_right, strict=True) if not is_right]
+    if wrong:
         raise VerifyError(
             "a weight does not have the published bits after it was written",
-            tensor=", ".join(sorted({run.name for run in lane.lane.runs})[:3]),
+            tensor=", ".join(sorted({run.name for run in wrong[0].lane.runs})[:3]),
         )

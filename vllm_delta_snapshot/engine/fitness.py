@@ -20,7 +20,7 @@ import torch
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.engine.agree import agree, gather_from_workers
-from vllm_delta_snapshot.engine.lanes import ready_lane
+from vllm_delta_snapshot.engine.lanes import ready_lanes
 from vllm_delta_snapshot.engine.layers import examine_layers, refuse_layers
 from vllm_delta_snapshot.engine.live import gather, scatter
 from vllm_delta_snapshot.engine.load_plan import LoadPlan, PlanSummary, record_load_plan, with_probed_places
@@ -263,9 +263,9 @@ def check_live_bits(plan: LoadPlan, checkpoint: Checkpoint) -> int:
             continue
         positions = _sample(spec)
         patch = TensorPatch(spec, positions, checkpoint.bits(name)[positions])
-        for lane in map_update([patch], plan.places):
-            compared += lane.size
-            if not ready_lane(plan, lane).holds_new():
+        for live in ready_lanes(plan, map_update([patch], plan.places)):
+            compared += live.lane.size
+            if not live.holds_new():
                 raise BaseMismatch(
                     "live weights are not those of the checkpoint, so this layer is laid out in another way, or the "
                     "engine was loaded from something else",

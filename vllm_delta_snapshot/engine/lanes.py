@@ -15,14 +15,24 @@ import torch
 
 from vllm_delta_snapshot.dtypes import dtype_of
 from vllm_delta_snapshot.engine.bits import bits_of, integer_type, torch_dtype_of
-from vllm_delta_snapshot.engine.live import gather, scatter, to_device
+from vllm_delta_snapshot.engine.live import gather, gather_all, scatter_all, to_device
 from vllm_delta_snapshot.engine.load_plan import LoadPlan
+from vllm_delta_snapshot.engine.threads import run_each
 from vllm_delta_snapshot.errors import ApplyError, BaseMismatch
 from vllm_delta_snapshot.format.digest import seeded_digests
 from vllm_delta_snapshot.stage.mapping import Lane
 from vllm_delta_snapshot.stage.places import Box
 
-__all__ = ["LiveLane", "RunDigest", "digest_old", "in_checkpoint_type", "ready_lane"]
+__all__ = [
+    "LiveLane",
+    "RunDigest",
+    "digest_old",
+    "in_checkpoint_type",
+    "ready_lanes",
+    "seem_old",
+    "undo_lanes",
+    "write_lanes",
+]
 
 _EXACT: Final = {
     (torch.bfloat16, torch.float32),
@@ -33,7 +43,7 @@ _EXACT: Final = {
 }
 """Conversions that lose nothing, so that the checkpoint's bits can be had back."""
 
-_SPOTS: Final = 1024
+_SPOTS: Final = 16
 
 RunDigest = tuple[str, Box, int | None]
 """A tensor, which of its elements a worker holds, and the digest of the touched ones (``None``: unknown)."""
@@ -49,6 +59,7 @@ class LiveLane:
         index: positions in it, on its device.
         new: the new bits, on its device.
         old: the bits that were there when this was made, on its device.
+        spots: some positions spread over `index`, and what was there.
     """
 
     lane: Lane
@@ -56,14 +67,7 @@ class LiveLane:
     index: torch.Tensor
     new: torch.Tensor
     old: torch.Tensor
-
-    def write(self) -> bool:
-        """Write the new bits; say whether they are there."""
-        return scatter(self.flat, self.index, self.new)
-
-    def undo(self) -> bool:
-        """Write the old bits; say whether they are there."""
-        return scatter(self.flat, self.index, self.old)
+    spots: tuple[torch.Tensor, torch.Tensor]
 
     def holds_new(self) -> bool:
         """Say whether the new bits are there."""
@@ -73,18 +77,44 @@ class LiveLane:
         """Say whether the old bits are there."""
         return bool(torch.equal(gather(self.flat, self.index), self.old))
 
-    def seems_old(self) -> bool:
-        """Say so of positions spread over the lane: enough to notice that something else wrote this storage."""
-        step = max(1, self.index.numel() // _SPOTS)
-        return bool(torch.equal(gather(self.flat, self.index[::step].contiguous()), self.old[::step]))
+
+def write_lanes(lanes: Sequence[LiveLane]) -> list[bool]:
+    """Write the new bits of every lane; say of each whether they are there."""
+    return scatter_all([(lane.flat, lane.index, lane.new) for lane in lanes])
 
 
-def ready_lane(plan: LoadPlan, lane: Lane) -> LiveLane:
-    """Gather what a lane will overwrite, and bring it to the device of the weights. Writes nothing.
+def undo_lanes(lanes: Sequence[LiveLane]) -> bool:
+    """Write the old bits of every lane; say whether they are there."""
+    return all(scatter_all([(lane.flat, lane.index, lane.old) for lane in lanes]))
+
+
+def seem_old(lanes: Sequence[LiveLane]) -> bool:
+    """Say whether the old bits are at some positions of every lane: enough to notice that something else wrote."""
+    found = gather_all([(lane.flat, lane.spots[0]) for lane in lanes])
+    return all(bool(torch.equal(bits, lane.spots[1])) for bits, lane in zip(found, lanes, strict=True))
+
+
+def ready_lanes(plan: LoadPlan, lanes: Sequence[Lane]) -> list[LiveLane]:
+    """Gather what lanes will overwrite, and bring them to the device of the weights. Writes nothing.
 
     Raises:
-        ApplyError: it does not fit the storage.
+        ApplyError: a lane does not fit its storage.
     """
+    brought = run_each(lambda lane: _brought(plan, lane), lanes)
+    old = gather_all([(flat, index) for flat, index, _ in brought])
+    return [
+        LiveLane(lane, *parts, gathered, _spots(parts[1], gathered))
+        for lane, parts, gathered in zip(lanes, brought, old, strict=True)
+    ]
+
+
+def _spots(index: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    step = max(1, index.numel() // _SPOTS)
+    return index[::step].contiguous(), old[::step].contiguous()
+
+
+def _brought(plan: LoadPlan, lane: Lane) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return storage, positions and new bits."""
     storage = plan.storages[lane.storage]
     flat = storage.flat
     if lane.size and not 0 <= int(lane.index.min()) <= int(lane.index.max()) < flat.numel():
@@ -99,8 +129,8 @@ def ready_lane(plan: LoadPlan, lane: Lane) -> LiveLane:
     source = torch_dtype_of(dtype_of(lane.dtype).torch_name)
     if source is not storage.dtype:
         new = new.view(source).to(storage.dtype)
-    new = new.view(flat.dtype)
-    return LiveLane(lane, flat, index, new, gather(flat, index))
+    # Out of the mapped file, so that its pages are not first touched in the pause.
+    return flat, index, new.view(flat.dtype).clone()
 
 
 def digest_old(plan: LoadPlan, live: LiveLane) -> Sequence[RunDigest]:

@@ -8,14 +8,14 @@ when this module is imported, which the plugin does before vLLM pins anything.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Final, TypeVar
 
 import torch
 
-__all__ = ["run_each", "run_in_parts"]
+__all__ = ["run_each"]
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -24,36 +24,16 @@ _CORES: Final = os.sched_getaffinity(0)
 _MOST: Final = 8
 
 
-def run_in_parts(work: Callable[[int, int], T], size: int, *, least: int) -> list[T]:
-    """Call ``work(first, last)`` on consecutive parts of ``range(size)``, on as many threads as torch uses. Blocks.
-
-    Args:
-        work: frees the GIL most of the time.
-        size: how much there is.
-        least: not worth a thread of its own below this.
-    """
-    count = max(1, min(torch.get_num_threads(), len(_CORES), _MOST, size // least))
-    if count == 1:
-        return [work(0, size)]
-    ends = [size * part // count for part in range(count + 1)]
-    results: Iterable[T] = _pool().map(work, ends[:-1], ends[1:])
-    return list(results)
-
-
 def run_each(work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
     """Call ``work(item)`` for every item, on as many threads as torch uses, in this order. Blocks."""
-    count = max(1, min(torch.get_num_threads(), len(_CORES), _MOST, len(items)))
-
-    def share(first: int) -> list[T]:
-        return [work(item) for item in items[first::count]]
-
-    shares = [share(0)] if count == 1 else list(_pool().map(share, range(count)))
-    return [shares[place % count][place // count] for place in range(len(items))]
+    if len(items) < 2 or min(torch.get_num_threads(), len(_CORES)) == 1:
+        return [work(item) for item in items]
+    return list(_pool(min(torch.get_num_threads(), len(_CORES), _MOST)).map(work, items))
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_MOST, "delta-snapshot", initializer=_use_all_cores)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "delta-snapshot", initializer=_use_all_cores)
 
 
 def _use_all_cores() -> None:

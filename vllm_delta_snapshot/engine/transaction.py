@@ -18,8 +18,9 @@ import torch
 from vllm_delta_snapshot.engine.agree import agree, gather_from_workers
 from vllm_delta_snapshot.engine.apply import apply
 from vllm_delta_snapshot.engine.fitness import Fitness
-from vllm_delta_snapshot.engine.lanes import LiveLane, RunDigest, digest_old, ready_lane
+from vllm_delta_snapshot.engine.lanes import LiveLane, RunDigest, digest_old, ready_lanes, seem_old, undo_lanes
 from vllm_delta_snapshot.engine.reload import LayerBackup, reload_layers
+from vllm_delta_snapshot.engine.threads import run_each
 from vllm_delta_snapshot.engine.updates import Update
 from vllm_delta_snapshot.engine.verify import verify_old
 from vllm_delta_snapshot.engine.ways import Way
@@ -61,7 +62,7 @@ class PreparedUpdate:
         failure: BaseException | None = None
         is_written = False
         try:
-            if not (self.fitness.plan.is_current(model) and all(lane.seems_old() for lane in self.lanes)):
+            if not (self.fitness.plan.is_current(model) and seem_old(self.lanes)):
                 raise ApplyError("live weights were changed since this update was prepared", hint="Ask again.")
             is_written = True
             apply(model, self.lanes, self.update, way)
@@ -91,9 +92,7 @@ class PreparedUpdate:
         """Put the old values back; say whether they are."""
         with contextlib.suppress(Exception):
             is_old = self.layers.restore()
-            for lane in self.lanes:
-                is_old &= lane.undo()
-            return is_old
+            return undo_lanes(self.lanes) and is_old
         return False
 
 
@@ -117,11 +116,12 @@ def prepare(fitness: Fitness, update: Update) -> PreparedUpdate:
     digests: list[RunDigest] = []
     try:
         _check_names(fitness, update)
-        lanes = [ready_lane(fitness.plan, lane) for lane in update.lanes]
+        lanes = ready_lanes(fitness.plan, update.lanes)
         touched = fitness.reload.touched(update.changed)
         layers = LayerBackup.of({layer: fitness.reload.modules[layer] for layer in touched})
         if update.old_digests:
-            digests = [digest for lane in lanes for digest in digest_old(fitness.plan, lane)]
+            of_lanes = run_each(lambda lane: digest_old(fitness.plan, lane), lanes)
+            digests = [digest for of_lane in of_lanes for digest in of_lane]
     except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
         failure = error
     agree(failure)
