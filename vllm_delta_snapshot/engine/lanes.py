@@ -90,8 +90,7 @@ def undo_lanes(lanes: Sequence[LiveLane]) -> bool:
 
 def seem_old(lanes: Sequence[LiveLane]) -> bool:
     """Say whether the old bits are at some positions of every lane: enough to notice that something else wrote."""
-    found = gather_all([(lane.flat, lane.spots[0]) for lane in lanes])
-    return all(bool(torch.equal(bits, lane.spots[1])) for bits, lane in zip(found, lanes, strict=True))
+    return all(bool(torch.equal(lane.flat.index_select(0, lane.spots[0]), lane.spots[1])) for lane in lanes)
 
 
 def ready_lanes(plan: LoadPlan, lanes: Sequence[Lane]) -> list[LiveLane]:
