@@ -84,6 +84,8 @@ def verify(
 
     if (sync_dir is None) == (server is None):
         raise typer.BadParameter("give either SYNC_DIR or --server URL")
+    if version is not None and server is None:
+        raise typer.BadParameter("--version goes with --server; a run is verified as a whole")
     if server is not None:
         verb.run_server(server, version, as_json=as_json)
     elif sync_dir is not None:

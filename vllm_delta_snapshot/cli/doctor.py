@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, Final
 import typer
 
 from vllm_delta_snapshot._version import __version__
-from vllm_delta_snapshot.cli.output import EXIT_PROBLEM, human_bytes, print_json, print_table
+from vllm_delta_snapshot.cli.output import EXIT_PROBLEM, data_only_on_stdout, human_bytes, print_json, print_table
 from vllm_delta_snapshot.errors import DeltaSnapshotError
 from vllm_delta_snapshot.plugin import BACKEND
 
@@ -44,13 +45,14 @@ class Check:
 
 def run(sync_dir: str | None, model: str | None, options: Mapping[str, Any], *, as_json: bool) -> None:
     """Look, print what was found, and exit with 1 if something is wrong."""
-    checks = [*_vllm_checks(), _stage_check()]
-    if sync_dir is not None:
-        checks += _store_checks(sync_dir)
     table: list[dict[str, str]] | None = None
-    if model is not None:
-        check, table = _model_check(model, options)
-        checks.append(check)
+    with data_only_on_stdout():
+        checks = [*_vllm_checks(), _stage_check()]
+        if sync_dir is not None:
+            checks += _store_checks(sync_dir)
+        if model is not None:
+            check, table = _model_check(model, options)
+            checks.append(check)
     is_ok = all(check.is_ok for check in checks)
     if as_json:
         described = [{"name": c.name, "ok": c.is_ok, "detail": c.detail, "hint": c.hint} for c in checks]
@@ -95,7 +97,10 @@ def _plugin_check() -> Check:
         return Check("plugin", False, ", ".join(owners) or "vLLM would not find it", hint)
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and BACKEND not in allowed.split(","):
-        hint = f'Add it: VLLM_PLUGINS="{allowed},{BACKEND}" (commas, no spaces), or unset the variable.'
+        # vLLM does not strip the names, so one with a space before it is none.
+        others = [name for name in map(str.strip, allowed.split(",")) if name not in ("", BACKEND)]
+        fixed = ",".join([*others, BACKEND])
+        hint = f'Add it: VLLM_PLUGINS="{fixed}" (commas, no spaces), or unset the variable.'
         return Check("plugin", False, f"VLLM_PLUGINS={allowed!r} leaves it out", hint)
     return Check("plugin", True, owners[0])
 
@@ -104,10 +109,14 @@ def _stage_check() -> Check:
     from vllm_delta_snapshot.stage.area import default_stage_root
 
     root = default_stage_root()
-    there = next(path for path in (root, *root.parents) if path.exists())
-    free = human_bytes(shutil.disk_usage(there).free)
-    if not os.access(there, os.W_OK):
-        return Check("stage folder", False, f"{root} cannot be written", "Set DELTA_SNAPSHOT_STAGE_DIR.")
+    try:
+        there = next(path for path in (root, *root.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass  # that it can be made is the check: rights alone do not tell for root, nor on a read-only mount
+        free = human_bytes(shutil.disk_usage(there).free)
+    except OSError as error:
+        hint = "Set DELTA_SNAPSHOT_STAGE_DIR to a local folder with room."
+        return Check("stage folder", False, f"{root} cannot be written: {error.strerror}", hint)
     return Check("stage folder", True, f"{root}, {free} free")
 
 

@@ -11,13 +11,13 @@ import typer
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.cli.output import (
     EXIT_USAGE,
-    fail,
     open_run,
     print_json,
     progress_bar,
     reported,
     split_target,
 )
+from vllm_delta_snapshot.errors import ObjectNotFound
 from vllm_delta_snapshot.materialize import materialize
 
 __all__ = ["run"]
@@ -32,11 +32,12 @@ def run(target: str, out: Path, base: Path | None, *, as_json: bool) -> None:
             version = max(folder.versions(), default=0)
         name = base or Path(folder.read_run().base.name)
         if base is None and not name.is_dir():
-            fail(
-                f"the base checkpoint {name} (where the trainer had it) is not on this machine. "
-                f"Say where it is: delta-snapshot materialize {target} {out} --base FOLDER",
-                EXIT_USAGE,
-            )
+            with reported(as_json=as_json, code=EXIT_USAGE):
+                raise ObjectNotFound(
+                    "the base checkpoint, where the trainer had it, is not on this machine",
+                    file=str(name),
+                    hint=f"Say where it is: delta-snapshot materialize {target} {out} --base FOLDER",
+                )
         task = bar.add_task("", total=None)
         report = materialize(
             folder,

@@ -31,14 +31,18 @@ EXIT_UNREACHABLE: Final = 3
 
 
 @contextlib.contextmanager
-def reported(*, as_json: bool) -> Iterator[None]:
-    """Turn an error of ours into a message and an exit code. With ``--json`` it is also an object on stdout."""
+def reported(*, as_json: bool, code: int = EXIT_PROBLEM) -> Iterator[None]:
+    """Turn an error of ours into a message and an exit code. With ``--json`` it is also an object on stdout.
+
+    Args:
+        as_json: whether ``--json`` was given.
+        code: the exit code of errors that have none of their own.
+    """
     try:
         yield
     except DeltaSnapshotError as error:
         if as_json:
             print_json({"ok": False, "error": error.to_fields()})
-        code = EXIT_PROBLEM
         if isinstance(error, StoreUnavailable):
             code = EXIT_UNREACHABLE
         elif isinstance(error, CompatibilityError | LimitExceeded):
@@ -89,8 +93,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
         table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(str, row))
-    # Not a terminal: no width to fit into, so nothing is cut.
-    Console(width=None if sys.stdout.isatty() else 1000, highlight=False).print(table)
+    # Not a terminal: no width to fit into, so nothing is cut. Names may have brackets: they are no markup.
+    width = None if sys.stdout.isatty() else 1_000_000
+    Console(width=width, highlight=False, markup=False, emoji=False).print(table)
 
 
 def human_bytes(num_bytes: float) -> str:
@@ -100,6 +105,20 @@ def human_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.2f} TB"
+
+
+@contextlib.contextmanager
+def data_only_on_stdout() -> Iterator[None]:
+    """Send to stderr what libraries print meanwhile: vLLM's log, which is on stdout by default, and C code too."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextlib.contextmanager

@@ -81,9 +81,10 @@ class DeltaSnapshotUpdateInfo(WeightTransferUpdateInfo):
         if self.timeout_s is not None:
             _check_seconds("timeout_s", self.timeout_s)
         given = (self.version is not None) + (self.target_weights_path is not None)
-        if self.action == "verify" and self.target_weights_path is None:
-            return
-        if given != (0 if self.action == "check" else 1):
+        if self.action == "verify":
+            if self.target_weights_path is not None:
+                raise ValueError("update_info: verify compares with a version of the run, not with a folder")
+        elif given != (0 if self.action == "check" else 1):
             raise ValueError('update_info: give {"version": N}, or {"target_weights_path": folder} for OpenRL folders')
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from vllm_delta_snapshot.errors import FormatError, NotStaged, StageError, StoreError, error_of_fields
 from vllm_delta_snapshot.format.run import RunInfo
@@ -155,11 +155,19 @@ class Handoff:
             DeltaSnapshotError: they cannot be known.
         """
         answer = self._area.digests / f"{version:08d}.json"
-        wanted = answer.with_suffix(".wanted")
-        answer.unlink(missing_ok=True)
-        wanted.touch()
         deadline = time.monotonic() + timeout_s
-        while not answer.exists() or wanted.exists():
+        is_asked = False
+        while True:
+            fields = _read_json(answer)
+            if "digests" in fields:
+                digests: dict[str, str] = fields["digests"]
+                return digests
+            if is_asked and "error" in fields:
+                raise error_of_fields(fields["error"])
+            if not is_asked:
+                answer.unlink(missing_ok=True)  # an error, which may have passed
+                answer.with_suffix(".wanted").touch()
+                is_asked = True
             self._ensure_stager()
             if time.monotonic() >= deadline:
                 raise NotStaged(
@@ -168,11 +176,6 @@ class Handoff:
                     hint="They take one reading of the checkpoint; give update_info a longer timeout_s.",
                 )
             time.sleep(_POLL_S)
-        fields = json.loads(answer.read_bytes())
-        if "error" in fields:
-            raise error_of_fields(fields["error"])
-        digests: dict[str, str] = fields["digests"]
-        return digests
 
     def mirror_at(self, version: int, *, timeout_s: float) -> Mirror:
         """Return the mirror, held still at a version until `release`. Blocks.
@@ -307,3 +310,12 @@ def _mirror_started_from(config: StagerConfig) -> Mirror | None:
     """Return the mirror that the engine was started from, if the checkpoint that it was made from is still there."""
     mirror = Mirror.open(Path(config.checkpoint))
     return mirror if mirror is not None and Path(mirror.made_from).is_dir() else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return a small file's object; empty if there is no such file."""
+    try:
+        fields: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    return fields

@@ -1,0 +1,70 @@
+"""The digests of all tensors at any version, computed by the stager and asked for by workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import damage
+from tests.support.runs import TinyRun, make_run
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.errors import BaseMismatch, DeltaSnapshotError, OutOfOrder
+from vllm_delta_snapshot.format.digest import format_digest, tensor_digest
+from vllm_delta_snapshot.materialize import materialize
+from vllm_delta_snapshot.stage.area import StagerConfig
+from vllm_delta_snapshot.stage.handoff import Handoff
+from vllm_delta_snapshot.stage.places import PlaceMap
+from vllm_delta_snapshot.stage.tensor_digests import TensorDigests
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> TinyRun:
+    return make_run(tmp_path, versions=3)
+
+
+def expected(run: TinyRun, version: int) -> dict[str, str]:
+    """Compute the digests from the trainer's own state."""
+    return {name: format_digest(tensor_digest(run.specs[name], bits)) for name, bits in run.history[version].items()}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 0, 2, 1), (2, 2)])
+def test_digests_at_any_version_are_those_of_the_trainers_state(run: TinyRun, order: tuple[int, ...]) -> None:
+    digests = TensorDigests(run.folder, Checkpoint(run.base), 0)
+    for version in order:
+        assert digests.at(version) == expected(run, version)
+
+
+def test_digests_from_a_materialized_version_on(run: TinyRun, tmp_path: Path) -> None:
+    materialize(run.folder, Checkpoint(run.base), 2, tmp_path / "two")
+    digests = TensorDigests(run.folder, Checkpoint(tmp_path / "two"), 2)
+    assert digests.at(3) == expected(run, 3)
+    with pytest.raises(OutOfOrder, match="before the engine's checkpoint"):
+        digests.at(1)
+
+
+def test_digests_from_another_checkpoint_are_found_out(run: TinyRun, tmp_path: Path) -> None:
+    materialize(run.folder, Checkpoint(run.base), 2, tmp_path / "two")
+    with pytest.raises(BaseMismatch, match="does not lead to the state it claims"):
+        TensorDigests(run.folder, Checkpoint(tmp_path / "two"), 0).at(1)
+
+
+def test_workers_get_digests_from_the_stager_and_errors_pass_when_repaired(run: TinyRun, tmp_path: Path) -> None:
+    config = StagerConfig(sync_dir=str(run.sync_dir), checkpoint=str(run.base))
+    workers = [Handoff(config, tmp_path / "stage", PlaceMap({}), timeout_s=60) for _ in range(2)]
+    try:
+        for version in (2, 3, 2):
+            for worker in workers:
+                assert worker.tensor_digests(version, timeout_s=60) == expected(run, version)
+        metadata = damage.payload(run.sync_dir, 1).with_name("metadata.json")
+        content = metadata.read_bytes()
+        metadata.write_bytes(content[:-1])
+        for worker in workers:
+            with pytest.raises(DeltaSnapshotError, match="metadata"):
+                worker.tensor_digests(1, timeout_s=60)
+        metadata.write_bytes(content)
+        for worker in workers:
+            assert worker.tensor_digests(1, timeout_s=60) == expected(run, 1)
+    finally:
+        for worker in workers:
+            worker.close()
