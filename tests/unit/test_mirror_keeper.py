@@ -1,4 +1,4 @@
-"""The stager keeps the mirror where a worker asks for it, never under a reader, and makes it anew when it is damaged."""
+"""The stager keeps the mirror where a worker wants it, never under a reader, and makes it anew when it is damaged."""
 
 from __future__ import annotations
 

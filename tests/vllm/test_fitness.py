@@ -11,8 +11,11 @@ from tests.support.tiny_models import make_model
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.engine import cpu
 from vllm_delta_snapshot.engine.fitness import check_live_bits
+from vllm_delta_snapshot.engine.full_check import digest_live
 from vllm_delta_snapshot.engine.load_plan import record_load_plan
+from vllm_delta_snapshot.engine.verify import sum_over_workers
 from vllm_delta_snapshot.errors import BaseMismatch, TensorRefused
+from vllm_delta_snapshot.format.digest import tensor_digest
 
 
 def test_quantized_layers_are_refused_by_name(tmp_path: Path) -> None:
@@ -59,20 +62,12 @@ def test_weights_of_something_else_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["gemma3", "qwen3_moe"])
 def test_every_element_of_the_checkpoint_has_its_place(architecture: str, tmp_path: Path) -> None:
-    """Not a sample: the live weights, gathered through the plan, have the digest of the whole checkpoint."""
-    import numpy as np
-
-    from vllm_delta_snapshot.engine.live import map_patch
-    from vllm_delta_snapshot.format.digest import tensor_digest
-    from vllm_delta_snapshot.types import TensorPatch
-
+    """Not a sample: the live weights, read through the plan, have the digest of the whole checkpoint."""
     make_model(architecture, tmp_path / "base")
     checkpoint = Checkpoint(tmp_path / "base")
     with engine(tmp_path / "base") as live:
         before = live.checksums()
         plan = record_load_plan(live.model, checkpoint.specs)
         assert live.checksums() == before
-        for spec, bits in checkpoint.items():
-            everything = TensorPatch(spec, np.arange(spec.numel, dtype=np.int32), np.array(bits))
-            mapped = map_patch(plan, everything)
-            assert mapped.digest_of(mapped.gather()) == tensor_digest(spec, bits), spec.name
+        found = sum_over_workers([digest_live(plan, checkpoint.specs)])
+    assert found == {spec.name: tensor_digest(spec, bits) for spec, bits in checkpoint.items()}

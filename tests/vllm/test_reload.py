@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import engine
+from tests.support.engines import Engine, engine
 from tests.support.tiny_models import make_model, train_step
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.drive import sync_llm
+from vllm_delta_snapshot.drive import sync_llm, verify_llm
 from vllm_delta_snapshot.engine import transaction
-from vllm_delta_snapshot.errors import TensorRefused
+from vllm_delta_snapshot.errors import ApplyError, TensorRefused
 from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
@@ -42,6 +42,7 @@ def test_quantized_engine_is_after_several_deltas_what_a_fresh_one_is(
 
         train_step(model, 4)
         publisher.publish()
+        _check_between_prepare_and_apply_takes_nothing_wrong(live, checksums)
         with monkeypatch.context() as patched:
             patched.setattr(transaction, "reload_layers", _fails_half_way(transaction.reload_layers))
             with pytest.raises(RuntimeError, match="the loader broke"):
@@ -82,6 +83,20 @@ def test_quantized_engine_without_a_run_is_refused_by_name(tmp_path: Path) -> No
         with pytest.raises(TensorRefused, match=r"layers\.0\.self_attn\.qkv_proj .*can only be reloaded from a mirror"):
             live.init()
         assert live.checksums() == before
+
+
+def _check_between_prepare_and_apply_takes_nothing_wrong(live: Engine, checksums: dict[str, str]) -> None:
+    """The check needs the mirror at the engine's version, while a prepared update holds it at the next."""
+    live.backend._handoff.wait(3, 4, timeout_s=60)
+    live.llm.start_weight_update()
+    live.llm.update_weights({"update_info": {"version": 4, "action": "prepare"}})
+    live.llm.finish_weight_update()
+    prepared = live.backend._prepared
+    verify_llm(live.llm)
+    assert live.backend._prepared is None
+    with pytest.raises(ApplyError, match="the mirror is not at the version of the update"):
+        prepared.commit(live.model, "scatter", live.worker.vllm_config)
+    assert live.checksums() == checksums
 
 
 def _fails_half_way(reload_layers: object) -> object:

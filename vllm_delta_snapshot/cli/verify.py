@@ -63,7 +63,9 @@ def _client(url: str) -> ServerClient:
     # A key from a file often ends with a line break. What no header can carry, http.client would name in its error.
     api_key = os.environ.get("VLLM_API_KEY", "").strip()
     if not (api_key.isascii() and api_key.isprintable()):
-        raise ServerError("VLLM_API_KEY has characters that no HTTP header can carry", hint="Set it to the server's key.")
+        raise ServerError(
+            "VLLM_API_KEY has characters that no HTTP header can carry", hint="Set it to the server's key."
+        )
     return ServerClient(url, api_key=api_key)
 
 

@@ -281,6 +281,9 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         failure: BaseException | None = None
         expected: dict[str, str] = {}
         bits = None
+        self._take_over_applied()
+        # An update that was prepared has the mirror held at its version; the check may need it at another.
+        self._prepared = None
         version = self._at.version if update_info.version is None else update_info.version
         timeout_s = self._stage_timeout_s if update_info.timeout_s is None else update_info.timeout_s
         started = time.monotonic()

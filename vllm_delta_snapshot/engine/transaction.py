@@ -83,10 +83,8 @@ class PreparedUpdate:
             raise
 
     def _reload(self, model: torch.nn.Module, config: Any) -> None:
-        if self.update.bits is None:
-            raise ApplyError("there is no mirror to reload layers from", tensor=", ".join(self.layers.modules))
         layers = list(self.layers.modules)
-        reload_layers(model, self.fitness.reload, layers, self.fitness.specs, self.update.bits, config)
+        reload_layers(model, self.fitness.reload, layers, self.fitness.specs, self.update.mirror_bits, config)
 
     def _undo(self) -> bool:
         """Put the old values back; say whether they are."""

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta_snapshot.dtypes import Bits
-from vllm_delta_snapshot.errors import BaseMismatch, CorruptFile, OutOfOrder, RunMismatch
+from vllm_delta_snapshot.errors import ApplyError, BaseMismatch, CorruptFile, OutOfOrder, RunMismatch
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.openrl import read_folder_metadata, read_openrl_delta
 from vllm_delta_snapshot.stage.decode import decode
 from vllm_delta_snapshot.stage.handoff import StagedUpdate
 from vllm_delta_snapshot.stage.mapping import Lane, map_update, read_lanes
+from vllm_delta_snapshot.stage.mirror import Mirror
 from vllm_delta_snapshot.stage.places import PlaceMap
 from vllm_delta_snapshot.types import TensorPatch, TensorSpec
 
@@ -41,7 +42,7 @@ class Update:
         old_digests: by name, the digest of the values they start from; empty for an OpenRL folder.
         lanes: what this worker writes.
         patches: reads the patches themselves, in checkpoint coordinates.
-        bits: returns all elements of a tensor at the version they lead to, from the mirror; if there is one.
+        mirror: the checkpoint at the version they lead to, held still; if there is one.
     """
 
     version: int | None
@@ -50,7 +51,23 @@ class Update:
     old_digests: Mapping[str, str]
     lanes: Sequence[Lane]
     patches: Callable[[], Sequence[TensorPatch]]
-    bits: Callable[[str], Bits] | None = None
+    mirror: Mirror | None = None
+
+    def mirror_bits(self, name: str) -> Bits:
+        """Return all elements of a tensor at the version that this leads to.
+
+        Raises:
+            ApplyError: there is no mirror, or it is not held at that version.
+        """
+        if self.mirror is None or self.mirror.is_torn or self.mirror.version != self.version:
+            raise ApplyError(
+                "the mirror is not at the version of the update, so layers cannot be reloaded",
+                tensor=name,
+                expected=f"version {self.version}",
+                found="no mirror" if self.mirror is None else f"version {self.mirror.version}",
+                hint="Ask again.",
+            )
+        return self.mirror.bits(name)
 
 
 def staged_update(
@@ -98,7 +115,7 @@ def staged_update(
         {name: digest for name, _, digest in fields["tensors"]},
         lanes,
         lambda: _decode(staged.patches, specs),
-        staged.mirror.bits if staged.mirror else None,
+        staged.mirror,
     )
 
 
