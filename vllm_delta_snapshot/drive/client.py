@@ -6,6 +6,7 @@ The server must run with ``VLLM_SERVER_DEV_MODE=1``, which is what makes vLLM se
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -162,8 +163,9 @@ class ServerClient:
                 content = response.read()
         except urllib.error.HTTPError as error:
             raise _refusal(where, error) from error
-        except OSError as error:
-            raise ServerError("the server does not answer", file=where, found=error) from error
+        except (OSError, http.client.HTTPException) as error:
+            hint = "Is it running, and is that its URL?"
+            raise ServerError("the server does not answer", file=where, found=error, hint=hint) from error
         if not content.strip():
             return {}
         try:
@@ -182,7 +184,7 @@ def _refusal(where: str, error: urllib.error.HTTPError) -> ServerError:
     except (ValueError, AttributeError):
         message = text
     hint = None
-    if error.code == 404:
+    if error.code == 404 and not error.url.endswith("/weight_checker"):
         hint = "Start the server with VLLM_SERVER_DEV_MODE=1, which enables vLLM's weight update routes."
     refusal = ServerError(f"the server answered {error.code}", file=where, found=str(message)[:2000], hint=hint)
     refusal.status = error.code
