@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm lint typecheck format bench bench-publish bench-apply clean
+.PHONY: help setup demo test test-fast test-vllm lint typecheck format bench bench-publish bench-apply bench-gpu-apply clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -53,6 +53,9 @@ bench-publish: $(STAMPS)/engine  ## What publishing costs the trainer
 
 bench-apply: $(STAMPS)/engine  ## What applying costs inside the pause, against vLLM's own loader
 	$(BIN)/python -m benchmarks.apply
+
+bench-gpu-apply: $(STAMPS)/base  ## Scatter against NaN-staging on a GPU; needs no vLLM, says so where there is no GPU
+	$(BIN)/python -m benchmarks.gpu_apply
 
 clean:  ## Remove .venv, caches and outputs
 	rm -rf $(VENV) .venv-vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist
