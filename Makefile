@@ -18,7 +18,7 @@ STAMPS := $(VENV)/.stamps
 .PHONY: help setup demo test test-fast test-vllm lint typecheck format bench bench-publish bench-apply bench-gpu-apply clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
 
 setup: $(STAMPS)/engine $(STAMPS)/demo  ## Make .venv with everything, the CPU engine included
 

@@ -1,69 +1,21 @@
 """``verify --server`` against a small real HTTP server that answers like vLLM."""
 
 import contextlib
-import json
 import socket
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
 
 import pytest
 
 from tests.support.cli import Outcome, documented_fields
+from tests.support.stub_server import StubServer
 
-ROUTES: dict[str, tuple[int, Any]] = {
-    "/start_weight_update": (200, {"message": "started"}),
-    "/update_weights": (200, {"message": "updated"}),
-    "/finish_weight_update": (200, {"message": "finished"}),
-    "/weight_info": (200, {"weight_version": "run-1@7"}),
-}
 DIFFERENT = (
     "live weights are not those of version 7: tensor model.layers.0.attn.weight, expected digest 01, found digest 02; "
     "tensor model.norm.weight, expected digest 03, found digest 04 [VerifyError]"
 )
 KEY = "sk-very-secret"
 forms = pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
-
-
-class StubServer:
-    """Answers as told, and keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.routes = dict(ROUTES)
-        self.asked: list[tuple[str, str, Any]] = []
-        self.keys: set[str | None] = set()
-        stub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._answer()
-
-            def do_POST(self) -> None:
-                self._answer()
-
-            def _answer(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                stub.asked.append((self.command, self.path, json.loads(body) if body else None))
-                stub.keys.add(self.headers.get("Authorization"))
-                status, content = stub.routes.get(self.path, (404, {"detail": "Not Found"}))
-                data = content if isinstance(content, bytes) else json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.http = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-
-    def refuse(self, path: str, status: int, message: str) -> None:
-        self.routes[path] = (status, {"error": {"message": message, "type": "InternalServerError", "code": status}})
-
-    def paths(self) -> list[str]:
-        return [path for _, path, _ in self.asked]
 
 
 @pytest.fixture

@@ -1,0 +1,65 @@
+"""What the driver does with a server that cannot vouch for its weights, and how it asks for an earlier version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.stub_server import StubServer
+from vllm_delta_snapshot.drive import ServerClient, ServerError, sync_server
+from vllm_delta_snapshot.drive.sync import UNCERTAIN_LABEL
+from vllm_delta_snapshot.errors import ApplyError, WeightsUncertain
+
+
+@pytest.fixture
+def server() -> Iterator[StubServer]:
+    stub = StubServer()
+    for path in ("/pause?mode=keep", "/resume", "/reset_mm_cache", "/reset_encoder_cache", "/update_weight_version"):
+        stub.routes[path] = (200, {})
+    stub.routes["/reset_prefix_cache?reset_running_requests=false"] = (200, {"success": True})
+    thread = threading.Thread(target=stub.http.serve_forever, args=(0.01,))
+    thread.start()
+    yield stub
+    stub.http.shutdown()
+    thread.join()
+    stub.http.server_close()
+
+
+def failing(kinds: dict[str, str]) -> Any:
+    """Return an answer of /update_weights: by action, the class of the error."""
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        kind = kinds.get(body["update_info"]["action"])
+        return (500, {"error": {"message": f"it broke [{kind}]"}}) if kind else (200, {})
+
+    return answer
+
+
+def test_server_that_cannot_undo_stays_paused_and_names_no_version(server: StubServer) -> None:
+    kind = WeightsUncertain.__name__
+    server.routes["/update_weights"] = failing({"apply": kind, "check": kind})
+    with pytest.raises(ServerError) as caught:
+        sync_server(ServerClient(server.url), 7)
+    assert caught.value.kind is WeightsUncertain
+    assert "/resume" not in server.paths()
+    assert ("POST", "/update_weight_version", {"new_version": UNCERTAIN_LABEL}) in server.asked
+
+
+def test_server_that_undid_is_resumed_and_keeps_its_label(server: StubServer) -> None:
+    server.routes["/update_weights"] = failing({"apply": ApplyError.__name__})
+    with pytest.raises(ServerError) as caught:
+        sync_server(ServerClient(server.url), 7)
+    assert caught.value.kind is ApplyError
+    assert server.paths()[-1] == "/resume"
+    assert "/update_weight_version" not in server.paths()
+
+
+@pytest.mark.parametrize("is_meant", [False, True])
+def test_going_back_is_asked_for_only_when_it_is_meant(server: StubServer, is_meant: bool) -> None:
+    sync_server(ServerClient(server.url), 7, allow_rollback=is_meant)
+    asked = [body["update_info"] for _, path, body in server.asked if path == "/update_weights"]
+    assert [info["action"] for info in asked] == ["prepare", "apply"]
+    assert all(info["version"] == 7 and info["allow_rollback"] is is_meant for info in asked)
