@@ -18,6 +18,7 @@ from tests.support.tiny_models import make_model, train_step
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import ServerClient, ServerError, sync_server
+from vllm_delta_snapshot.drive.sync import _wait_prepared
 from vllm_delta_snapshot.errors import CorruptFile
 from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.run_folder import RunFolder
@@ -81,6 +82,8 @@ def test_running_requests_get_all_their_tokens_across_an_update(setup: Setup, mo
 
 def test_pause_by_abort_ends_running_requests(setup: Setup) -> None:
     version = setup.publish()
+    # Staged beforehand: on a busy machine the request could end before the pause otherwise.
+    _wait_prepared(setup.client, {"version": version}, 60)
     events = stream(setup.client, list(PROMPTS[1]), LONG)
     next(events)
     sync_server(setup.client, version, pause_mode="abort")
