@@ -65,6 +65,8 @@ def _engine(model: str, options: Mapping[str, Any]) -> Iterator[Any]:
         "enforce_eager": True,
         "max_model_len": 64,
         "max_num_seqs": 1,
+        # Nothing is generated; by default vLLM would take most of the memory that there is.
+        "kv_cache_memory_bytes": 256 << 20,
         "skip_tokenizer_init": True,
         "distributed_executor_backend": "uni",
         "weight_transfer_config": WeightTransferConfig(backend="delta_snapshot"),
