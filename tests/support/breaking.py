@@ -1,0 +1,26 @@
+"""Make one worker's writing break off half-way; run in the workers by `collective_rpc`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def break_writing(worker: Any, rank: int, count: int) -> None:
+    """On the worker of this rank, have every update break off after `count` storages, half of the next one written.
+
+    An update of fewer storages is not broken off, nor are those of other workers.
+    """
+    from vllm_delta_snapshot.engine import transaction
+    from vllm_delta_snapshot.engine.apply import apply
+    from vllm_delta_snapshot.engine.lanes import LiveLane, write_lanes
+
+    def broken(model: Any, lanes: Sequence[LiveLane], *rest: Any) -> None:
+        if count >= len(lanes):
+            apply(model, lanes, *rest)
+            return
+        write_lanes(lanes[:count])
+        lanes[count].flat[lanes[count].index[::2]] = lanes[count].new[::2]
+        raise RuntimeError("interrupted")
+
+    transaction.apply = broken if worker.rank == rank else apply
