@@ -199,16 +199,15 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         """Have the update ready to be written; do nothing if it is, or if there is nothing to write."""
         failure: BaseException | None = None
         update: Update | None = None
-        prepared = self._prepared
-        is_ready = prepared is not None and prepared.update.version is not None
-        if not (is_ready and prepared is not None and prepared.update.version == update_info.version):
-            prepared = self._prepared = None
+        ready = None if self._prepared is None else self._prepared.update.version
+        if ready is None or ready != update_info.version:
+            self._prepared = None
             try:
                 self._refresh()
                 update = self._find_update(update_info)
             except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
                 failure = error
-        agree(failure, (self._at, prepared is None, update is None))
+        agree(failure, (self._at, self._prepared is None, update is None))
         if update is not None:
             self._prepared = prepare(self._fitness, update)
 

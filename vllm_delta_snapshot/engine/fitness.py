@@ -294,7 +294,7 @@ def check_memory(plan: LoadPlan) -> None:
         index = torch.tensor(sorted(positions)[:_PROBED], dtype=torch.int64, device=flat.device)
         old = gather(flat, index)
         try:
-            is_written = scatter(flat, index, old ^ -1 if flat.dtype is not torch.uint8 else old ^ 255)
+            is_written = scatter(flat, index, ~old)
         finally:
             is_old = scatter(flat, index, old)
         if not (is_written and is_old):

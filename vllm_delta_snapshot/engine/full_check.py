@@ -25,7 +25,7 @@ from vllm_delta_snapshot.engine.threads import run_each
 from vllm_delta_snapshot.engine.verify import sum_over_workers
 from vllm_delta_snapshot.errors import VerifyError
 from vllm_delta_snapshot.format.digest import add_digests, format_digest, patch_digest
-from vllm_delta_snapshot.stage.places import Index, Piece, Segment
+from vllm_delta_snapshot.stage.places import Index, Piece, Segment, strided_positions
 from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["check_all", "digest_live"]
@@ -131,10 +131,6 @@ def _strided(
     for first in range(0, size, rows):
         count = min(rows, size - first)
         block = [(step, count, target_step), *dims[1:]]
-        view = flat.as_strided([n for _, n, _ in block], [t for _, _, t in block], target + first * target_step)
-        positions = np.array(source + first * step, np.int64)
-        for place, (stride, n, _) in enumerate(block):
-            shape = [1] * len(block)
-            shape[place] = n
-            positions = positions + (np.arange(n, dtype=np.int64) * stride).reshape(shape)
-        yield positions.reshape(-1), view.reshape(-1)
+        sources, shape, targets = zip(*block, strict=True)
+        view = flat.as_strided(shape, targets, target + first * target_step)
+        yield strided_positions(source + first * step, shape, sources).reshape(-1), view.reshape(-1)

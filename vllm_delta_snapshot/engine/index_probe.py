@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_delta_snapshot.engine.recorder import LiveStorages, written_by
-from vllm_delta_snapshot.stage.places import Piece, Segment, Table
+from vllm_delta_snapshot.stage.places import Piece, Segment, Table, strided_positions
 from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["probe_index"]
@@ -140,12 +140,7 @@ def _turned(piece: Piece) -> Piece:
 
 
 def _target_positions(target: torch.Tensor) -> NDArray[np.int64]:
-    total = np.array(int(target.storage_offset()), np.int64)
-    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
-        shape = [1] * target.ndim
-        shape[dim] = size
-        total = total + (np.arange(size, dtype=np.int64) * stride).reshape(shape)
-    return total
+    return strided_positions(int(target.storage_offset()), target.shape, target.stride())
 
 
 def _fit(
@@ -176,14 +171,9 @@ def _fit(
 
 def _as_segment(storage: int, positions: NDArray[np.int64], offset: int, stride: Sequence[int]) -> Segment | None:
     first = int(positions.flat[0])
-    steps = []
-    expected = np.array(first, np.int64)
-    for dim, size in enumerate(positions.shape):
-        line = _line(positions, dim)
-        steps.append(int(line[1] - line[0]) if size > 1 else 1)
-        shape = [1] * positions.ndim
-        shape[dim] = size
-        expected = expected + (np.arange(size, dtype=np.int64) * steps[-1]).reshape(shape)
+    lines = [_line(positions, dim) for dim in range(positions.ndim)]
+    steps = [int(line[1] - line[0]) if line.size > 1 else 1 for line in lines]
+    expected = strided_positions(first, positions.shape, steps)
     if min(steps, default=1) <= 0 or not np.array_equal(expected, positions):
         return None
     segment = Segment(storage, tuple(positions.shape), first, tuple(steps), offset, tuple(stride))

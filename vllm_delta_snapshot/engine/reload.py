@@ -45,10 +45,6 @@ class ReloadPlan:
     tensors: dict[str, list[str]] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
 
-    def names(self) -> frozenset[str]:
-        """Return every checkpoint tensor that feeds a layer here."""
-        return frozenset(name for names in self.tensors.values() for name in names)
-
     def touched(self, changed: Mapping[str, int]) -> list[str]:
         """Return the layers that an update touches.
 

@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from vllm_delta_snapshot.errors import CorruptFile
 
-__all__ = ["Box", "Index", "Piece", "PlaceMap", "Segment", "Table"]
+__all__ = ["Box", "Index", "Piece", "PlaceMap", "Segment", "Table", "strided_positions"]
 
 Index = NDArray[np.int64]
 """Flat positions in a live storage, in elements."""
@@ -36,6 +36,16 @@ Box = tuple[Any, ...]
 """Which elements of a checkpoint tensor a piece takes; equal boxes on two workers are replicas."""
 
 _FILE: Final = "places.json"
+
+
+def strided_positions(offset: int, shape: Sequence[int], stride: Sequence[int]) -> Index:
+    """Return the flat positions of a strided view's elements, in the view's shape."""
+    positions = np.array(offset, np.int64)
+    for dim, (size, step) in enumerate(zip(shape, stride, strict=True)):
+        along = [1] * len(shape)
+        along[dim] = size
+        positions = positions + (np.arange(size, dtype=np.int64) * step).reshape(along)
+    return positions
 
 
 @dataclass(frozen=True, slots=True)
