@@ -148,7 +148,7 @@ def check_fitness(
 def _record(model: Any, specs: Mapping[str, TensorSpec]) -> tuple[LoadPlan, ReloadPlan]:
     layers = examine_layers(model)
     refuse_layers(layers.refused)
-    reload = ReloadPlan({name: layers.modules[name] for name in layers.quantized})
+    reload = ReloadPlan({name: layers.modules[name] for name in layers.quantized}, layers.quantized)
     plan = record_load_plan(
         model,
         specs,
@@ -173,11 +173,10 @@ def _reload_reasons(
         reasons = dict.fromkeys(reload.modules, "can only be reloaded from a mirror, so it needs a run to follow")
     elif reload.modules and are_weights_as_loaded:
         reasons = prove_reload(model, reload, checkpoint.specs, checkpoint.bits, config)
-    layers = examine_layers(model)
     problems: Any = plan.problems
     reloads = {}
     for layer, names in reload.tensors.items():
-        described = f"{layer} ({layers.quantized.get(layer, 'quantized')})"
+        described = f"{layer} ({reload.methods[layer]})"
         for name in names:
             if layer in reasons:
                 problems.setdefault(name, f"{described}: {reasons[layer]}")

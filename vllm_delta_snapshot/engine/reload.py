@@ -37,11 +37,13 @@ class ReloadPlan:
 
     Attributes:
         modules: the layers, by module name.
+        methods: how each is quantized, by module name.
         tensors: by module name, the checkpoint tensors that its loader takes, in the order of the checkpoint.
         unknown: layers that take something else.
     """
 
     modules: Mapping[str, torch.nn.Module] = field(default_factory=dict)
+    methods: Mapping[str, str] = field(default_factory=dict)
     tensors: dict[str, list[str]] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
 

@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from vllm_delta_snapshot.errors import FormatError, NotStaged, StageError, StoreError, error_of_fields
 from vllm_delta_snapshot.format.run import RunInfo
@@ -27,6 +28,8 @@ from vllm_delta_snapshot.stage.mirror_marker import Pin
 from vllm_delta_snapshot.stage.places import PlaceMap
 
 __all__ = ["Handoff", "StagedUpdate"]
+
+T = TypeVar("T")
 
 _POLL_S: Final = 0.005
 _MOST_DEATHS: Final = 3
@@ -132,7 +135,7 @@ class Handoff:
         )
         if found.mapped.is_dir():
             self._deaths = 0
-            return self._with_mirror(found, version) if self._needs_mirror else found
+            return dataclasses.replace(found, mirror=self._hold_mirror(version)) if self._needs_mirror else found
         self._area.wanted_file(base_version, version).touch()
         self._ensure_stager()
         state = self._area.read_state()
@@ -184,17 +187,7 @@ class Handoff:
             NotStaged: it did not come in time.
             DeltaSnapshotError: it will not come.
         """
-        nothing = StagedUpdate(self._area.staged, self._area.mapped)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                mirror = self._with_mirror(nothing, version).mirror
-                assert mirror is not None  # noqa: S101 - or it would have raised
-                return mirror
-            except NotStaged:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(_POLL_S)
+        return _until_staged(lambda: self._hold_mirror(version), timeout_s)
 
     def release(self) -> None:
         """Let the mirror go on. Nothing happens the second time."""
@@ -202,7 +195,7 @@ class Handoff:
             self._pin.close()
             self._pin = None
 
-    def _with_mirror(self, found: StagedUpdate, version: int) -> StagedUpdate:
+    def _hold_mirror(self, version: int) -> Mirror:
         """Hold the mirror at `version`, or ask for it.
 
         Raises:
@@ -214,7 +207,7 @@ class Handoff:
                 self._mirror = Mirror.open(self._area.mirror)
             if self._mirror is not None:
                 self._pin = self._mirror.pin(version)
-                return dataclasses.replace(found, mirror=self._mirror)
+                return self._mirror
         except NotStaged:
             pass  # asked for below
         except (FormatError, StoreError) as error:
@@ -238,14 +231,7 @@ class Handoff:
             NotStaged: it did not come in time.
             DeltaSnapshotError: see `find`.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                return self.find(base_version, version)
-            except NotStaged:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(_POLL_S)
+        return _until_staged(lambda: self.find(base_version, version), timeout_s)
 
     def close(self) -> None:
         """Let go of the stager; it ends when the last worker has. Nothing happens the second time."""
@@ -304,6 +290,18 @@ class Handoff:
         deadline = time.monotonic() + timeout_s
         while is_locked(self._area.lock) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+
+
+def _until_staged(ask: Callable[[], T], timeout_s: float) -> T:
+    """Ask again and again until the answer is not `NotStaged`, at most `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ask()
+        except NotStaged:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_POLL_S)
 
 
 def _mirror_started_from(config: StagerConfig) -> Mirror | None:

@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
@@ -218,10 +219,7 @@ class Stager:
 
     def _stage(self, base: int, version: int) -> None:
         started = time.monotonic()
-        final = self._area.staged_folder(base, version)
-        work = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
-        try:
-            work.mkdir()
+        with _appearing(self._area.staged_folder(base, version)) as work:
             if version == base + 1:
                 self._fetched.load(version)
                 self._stage_one(version, work)
@@ -229,9 +227,6 @@ class Stager:
                 self._stage_merged(base, version, work)
             else:
                 self._stage_back(base, version, work)
-            work.rename(final)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
         logger.info("staged base=%d version=%d seconds=%.3f", base, version, time.monotonic() - started)
 
     def _map(self, base: int, version: int, places: str) -> None:
@@ -242,13 +237,8 @@ class Stager:
         if places not in self._places:
             self._places[places] = PlaceMap.load(self._area.places / places)
         metadata, patches = self._staged(base, version)
-        work = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
-        try:
-            work.mkdir()
+        with _appearing(final) as work:
             write_lanes(work, map_update(patches, self._places[places]), _head(metadata))
-            work.rename(final)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
         logger.info("mapped base=%d version=%d seconds=%.3f", base, version, time.monotonic() - started)
 
     def _staged(self, base: int, version: int) -> tuple[DeltaMetadata, list[TensorPatch]]:
@@ -331,6 +321,18 @@ class Stager:
     def _set_state(self, state: StagerState) -> None:
         self._state = state
         self._area.write(self._area.state, state.to_json())
+
+
+@contextlib.contextmanager
+def _appearing(final: Path) -> Iterator[Path]:
+    """Give a hidden folder to fill, which then appears as `final`; if filling fails, nothing does."""
+    work = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
+    try:
+        work.mkdir()
+        yield work
+        work.rename(final)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _head(metadata: DeltaMetadata) -> dict[str, object]:
