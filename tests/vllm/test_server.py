@@ -81,13 +81,17 @@ def test_running_requests_get_all_their_tokens_across_an_update(setup: Setup, mo
 
 
 def test_pause_by_abort_ends_running_requests(setup: Setup) -> None:
-    version = setup.publish()
-    # Staged beforehand: on a busy machine the request could end before the pause otherwise.
-    _wait_prepared(setup.client, {"version": version}, 60)
-    events = stream(setup.client, list(PROMPTS[1]), LONG)
-    next(events)
-    sync_server(setup.client, version, pause_mode="abort")
-    assert [reason for _, reason in events][-1] == "abort"
+    # On a busy machine a request can come to its end before the pause; of a few, one is met running.
+    reasons = []
+    while "abort" not in reasons and len(reasons) < 8:
+        version = setup.publish()
+        _wait_prepared(setup.client, {"version": version}, 60)
+        events = stream(setup.client, list(PROMPTS[1]), LONG)
+        next(events)
+        sync_server(setup.client, version, pause_mode="abort")
+        reasons.append([reason for _, reason in events][-1])
+    assert reasons[-1] == "abort"
+    assert set(reasons[:-1]) <= {"length"}
     assert len(greedy(setup.client, list(PROMPTS[0]), 4)) == 4
 
 
