@@ -12,10 +12,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.delta_folder import DigestedPatch
 from vllm_delta_snapshot.dtypes import Bits
-from vllm_delta_snapshot.format.digest import patch_digest
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+from vllm_delta_snapshot.types import Change, TensorDifference, TensorSpec
 
 __all__ = ["Baseline"]
 
@@ -42,16 +40,11 @@ class Baseline:
         """Return every tensor and its bits."""
         return ((self.specs[name], bits) for name, bits in self._bits.items())
 
-    def digested(self, patch: TensorPatch) -> DigestedPatch:
-        """Return `patch` with the digests of the values it replaces and brings."""
-        old = self._bits[patch.spec.name][patch.positions]
-        return DigestedPatch(
-            patch,
-            patch_digest(patch.spec, patch.positions, old),
-            patch_digest(patch.spec, patch.positions, patch.values),
-        )
-
-    def advance(self, patches: Iterable[TensorPatch]) -> None:
-        """Write committed patches."""
-        for patch in patches:
-            self._bits[patch.spec.name][patch.positions] = patch.values
+    def advance(self, changes: Iterable[Change]) -> None:
+        """Write committed changes."""
+        for change in changes:
+            bits = self._bits[change.spec.name]
+            if isinstance(change, TensorDifference):
+                bits[change.positions] = change.resolve(bits[change.positions]).values
+            else:
+                bits[change.positions] = change.values

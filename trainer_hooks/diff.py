@@ -2,58 +2,183 @@
 """Diff: which elements of a tensor differ from the baseline, bit for bit, in the serving dtype.
 
 Compares unsigned views, so a changed sign of zero is a change and an unchanged NaN is none. Works in cache-sized
-chunks: the cast to the serving dtype and the comparison never hold more than one chunk beside the result.
+chunks: the cast to the serving dtype and the comparison never hold more than one chunk beside the result. Safe on many
+threads, of different pieces of one tensor too; numpy and the compiled kernel let other threads run.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trainer_hooks.kernel import Kernel, load_kernel
 from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.errors import SourceError
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec, position_dtype
+from vllm_delta_snapshot.format.digest import add_digests, patch_digest, tensor_key
+from vllm_delta_snapshot.types import Positions, TensorSpec, position_dtype
 
-__all__ = ["check_castable", "diff_tensor", "tensor_bits"]
+__all__ = ["Piece", "TensorDiff", "check_castable", "diff_piece", "diff_tensor", "join_pieces", "pieces", "tensor_bits"]
 
 CHUNK_ELEMENTS: Final = 1 << 18
 """256 Ki elements: both sides and the mask stay in the cache (docs/design.md, "Diff")."""
 
+PIECE_ELEMENTS: Final = 1 << 22
+"""4 Mi elements: what one thread compares at a time."""
+
 _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_OF_THREAD: Final = threading.local()
 
 
-def diff_tensor(spec: TensorSpec, baseline: Bits, tensor: torch.Tensor) -> TensorPatch | None:
-    """Compare a tensor with its baseline. Blocks; on an accelerator it copies chunk by chunk to the host.
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorDiff:
+    """How a tensor, or a piece of one, differs from the baseline.
+
+    Attributes:
+        spec: the whole tensor.
+        positions: flat positions in the whole tensor, shape ``(changed,)``, strictly increasing; changed > 0.
+        old: the bit patterns there in the baseline, shape ``(changed,)``.
+        new: the bit patterns there now, shape ``(changed,)``.
+        old_digest: the digest of the old values.
+        new_digest: the digest of the new values.
+    """
+
+    spec: TensorSpec
+    positions: Positions
+    old: Bits
+    new: Bits
+    old_digest: int
+    new_digest: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Consecutive elements of a tensor, to be compared on one thread.
+
+    Attributes:
+        spec: the whole tensor.
+        start: where the piece starts in it.
+        baseline: the published bits of the piece, shape ``(k,)``.
+        current: the trainer's elements of the piece, any device, shape ``(k,)``.
+        is_last: whether the tensor ends here.
+    """
+
+    spec: TensorSpec
+    start: int
+    baseline: Bits
+    current: torch.Tensor
+    is_last: bool
+
+
+def pieces(spec: TensorSpec, baseline: Bits, tensor: torch.Tensor) -> Iterator[Piece]:
+    """Cut a tensor into pieces; at least one.
 
     Args:
         spec: the tensor in the base checkpoint.
         baseline: its published bits, shape ``(spec.numel,)``.
         tensor: the trainer's full tensor, any device, any layout of strides, castable to the serving dtype.
 
-    Returns:
-        The patch, with arrays of its own; ``None`` if nothing changed.
-
     Raises:
         SourceError: shape or dtype do not fit (see `check_castable`).
     """
     check_castable(spec, tensor)
     flat = tensor.detach().reshape(-1)
-    chunks: list[tuple[NDArray[np.int64], Bits]] = []
-    mask = np.empty(min(CHUNK_ELEMENTS, spec.numel), dtype=bool)
-    for start in range(0, spec.numel, CHUNK_ELEMENTS):
-        current = tensor_bits(flat[start : start + CHUNK_ELEMENTS], spec)
-        differs = mask[: current.size]
-        np.not_equal(current, baseline[start : start + current.size], out=differs)
-        found = np.flatnonzero(differs)
+    for start in range(0, max(1, spec.numel), PIECE_ELEMENTS):
+        end = start + PIECE_ELEMENTS
+        yield Piece(spec, start, baseline[start:end], flat[start:end], end >= spec.numel)
+
+
+def diff_piece(piece: Piece) -> TensorDiff | None:
+    """Compare a piece with its baseline. Blocks; on an accelerator it copies chunk by chunk to the host.
+
+    Returns:
+        The difference, with arrays of its own; ``None`` if there is none.
+    """
+    spec = piece.spec
+    kernel = load_kernel()
+    chunks: list[tuple[Positions, Bits, Bits]] = []
+    for start in range(0, piece.baseline.size, CHUNK_ELEMENTS):
+        current = tensor_bits(piece.current[start : start + CHUNK_ELEMENTS], spec)
+        baseline = piece.baseline[start : start + CHUNK_ELEMENTS]
+        if kernel is not None and kernel.takes(current, baseline):
+            found, old, new = _find_by_kernel(kernel, current, baseline)
+        else:
+            found = _find(current, baseline)
+            old, new = baseline[found], current[found]
         if found.size:
-            chunks.append((found + start, current[found]))
+            positions = found.astype(position_dtype(spec.numel))
+            positions += piece.start + start
+            chunks.append((positions, old, new))
     if not chunks:
         return None
-    positions = np.concatenate([found for found, _ in chunks]).astype(position_dtype(spec.numel), copy=False)
-    return TensorPatch(spec, positions, np.concatenate([values for _, values in chunks]))
+    positions = np.concatenate([found for found, _, _ in chunks])
+    old = np.concatenate([values for _, values, _ in chunks])
+    new = np.concatenate([values for _, _, values in chunks])
+    return TensorDiff(spec, positions, old, new, _digest(spec, positions, old), _digest(spec, positions, new))
+
+
+def join_pieces(diffs: Sequence[TensorDiff]) -> TensorDiff:
+    """Put the differences of a tensor's pieces together; at least one, in the order of the pieces."""
+    if len(diffs) == 1:
+        return diffs[0]
+    return TensorDiff(
+        diffs[0].spec,
+        np.concatenate([diff.positions for diff in diffs]),
+        np.concatenate([diff.old for diff in diffs]),
+        np.concatenate([diff.new for diff in diffs]),
+        add_digests(*(diff.old_digest for diff in diffs)),
+        add_digests(*(diff.new_digest for diff in diffs)),
+    )
+
+
+def diff_tensor(spec: TensorSpec, baseline: Bits, tensor: torch.Tensor) -> TensorDiff | None:
+    """Compare a whole tensor with its baseline, in the caller's thread: see `pieces` and `diff_piece`."""
+    diffs = [diff for diff in map(diff_piece, pieces(spec, baseline, tensor)) if diff is not None]
+    return join_pieces(diffs) if diffs else None
+
+
+def _find(current: Bits, baseline: Bits) -> Positions:
+    """Return where two arrays differ.
+
+    numpy's `flatnonzero` of bytes pays for every hit of a sparse mask; so it goes through eight elements at once
+    first, and through the few words that have one again.
+    """
+    differs = np.empty(-(-current.size // 8) * 8, np.bool_)
+    differs[current.size :] = False
+    np.not_equal(current, baseline, out=differs[: current.size])
+    words = differs.view(np.uint64)
+    hits = np.flatnonzero(words != 0)
+    inside = np.flatnonzero(words[hits].view(np.bool_))
+    positions: Positions = hits[inside >> 3]
+    positions <<= 3
+    inside &= 7
+    positions += inside
+    return positions
+
+
+def _find_by_kernel(kernel: Kernel, current: Bits, baseline: Bits) -> tuple[Positions, Bits, Bits]:
+    buffers: dict[np.dtype[np.unsignedinteger], tuple[NDArray[np.int32], Bits, Bits]]
+    buffers = getattr(_OF_THREAD, "buffers", {})
+    if current.dtype not in buffers:
+        # One element more than a chunk: the kernel writes before it knows whether it keeps.
+        old, new = np.empty(CHUNK_ELEMENTS + 1, current.dtype), np.empty(CHUNK_ELEMENTS + 1, current.dtype)
+        buffers[current.dtype] = (np.empty(CHUNK_ELEMENTS + 1, np.int32), old, new)
+        _OF_THREAD.buffers = buffers
+    positions, old, new = buffers[current.dtype]
+    count = kernel.find(current, baseline, positions, old, new)
+    return positions[:count], old[:count].copy(), new[:count].copy()
+
+
+def _digest(spec: TensorSpec, positions: Positions, values: Bits) -> int:
+    kernel = load_kernel()
+    if kernel is None:
+        return patch_digest(spec, positions, values)
+    return kernel.digest(tensor_key(spec), positions, values)
 
 
 def tensor_bits(flat: torch.Tensor, spec: TensorSpec) -> Bits:

@@ -12,13 +12,15 @@ back: one's own publication id means success, another's that a second trainer is
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
-from vllm_delta_snapshot.delta_folder import DigestedPatch, Lineage, WriterNotes, utc_now, write_delta_folder
+from vllm_delta_snapshot.delta_folder import DigestedChange, Lineage, WriterNotes, utc_now, write_delta_folder
 from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, StoreUnavailable, VersionConflict
 from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.blocks import EncodedBlock
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
 from vllm_delta_snapshot.format.version import MAX_VERSION_BYTES, VersionRecord
 from vllm_delta_snapshot.store import Store
@@ -29,9 +31,11 @@ __all__ = ["commit", "is_committed", "write_publication"]
 def write_publication(
     store: Store,
     lineage: Lineage,
-    digested: Sequence[DigestedPatch],
-    notes: WriterNotes,
+    digested: Iterable[DigestedChange],
+    notes: Callable[[], WriterNotes],
     *,
+    keep: Callable[[EncodedBlock], None] | None = None,
+    pool: ThreadPoolExecutor | None = None,
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
 ) -> VersionRecord:
     """Write one version's files: steps 1 and 2. Blocks until they are durable; nobody sees them yet.
@@ -39,8 +43,10 @@ def write_publication(
     Args:
         store: the run's store.
         lineage: where the delta starts and ends.
-        digested: the changed tensors; none for an empty delta.
-        notes: what to record beside.
+        digested: the changed tensors, taken one by one; none for an empty delta.
+        notes: asked at the end what to record beside.
+        keep: told of every block once it is encoded.
+        pool: threads to encode on; ``None`` for the caller's.
         max_file_bytes: soft limit of a payload file.
 
     Returns:
@@ -48,12 +54,22 @@ def write_publication(
 
     Raises:
         StoreError, StoreUnavailable: not everything was written; publish again.
+        Exception: what `digested` raises.
     """
     publication_id = uuid.uuid4().hex
     folder = layout.delta_folder(lineage.version, publication_id)
-    metadata, data = write_delta_folder(
-        store, folder, publication_id, lineage, digested, notes, max_file_bytes=max_file_bytes
+    written = write_delta_folder(
+        store,
+        folder,
+        publication_id,
+        lineage,
+        digested,
+        notes,
+        keep=keep,
+        pool=pool,
+        max_file_bytes=max_file_bytes,
     )
+    metadata, data = written.metadata, written.data
     return VersionRecord(
         run_id=lineage.run_id,
         version=lineage.version,
@@ -65,7 +81,7 @@ def write_publication(
         payload_bytes=sum(entry.bytes for entry in metadata.files),
         changed_elements=metadata.changed_elements,
         base_state_digest=lineage.base_state_digest,
-        state_digest=lineage.state_digest,
+        state_digest=metadata.state_digest,
         created_at=utc_now(),
     )
 

@@ -10,34 +10,31 @@ from __future__ import annotations
 import logging
 import math
 import operator
+import os
 import time
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from trainer_hooks.diff import diff_tensor
+from trainer_hooks.diff import TensorDiff
+from trainer_hooks.differ import Differ, Fingerprints, check_names
+from trainer_hooks.kept import KeptChanges
 from trainer_hooks.publish import commit, is_committed, write_publication
-from trainer_hooks.resume import open_run
+from trainer_hooks.resume import open_run, policy_of
 from trainer_hooks.source import source_of
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.delta_folder import DigestedPatch, Lineage, WriterNotes
+from vllm_delta_snapshot.delta_folder import DigestedChange, Lineage, WriterNotes
 from vllm_delta_snapshot.errors import SourceError
+from vllm_delta_snapshot.format.choose import choose
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
-from vllm_delta_snapshot.format.digest import add_digests, format_digest
 from vllm_delta_snapshot.format.version import VersionRecord
+from vllm_delta_snapshot.ordered import thread_pool
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
-from vllm_delta_snapshot.types import TensorPatch
 
 __all__ = ["DeltaPublisher", "Publication", "PublishReport"]
 
 logger = logging.getLogger(__name__)
-
-Fingerprints = dict[tuple[str, ...], Hashable]
-"""By the names of a source item, its fingerprint when it was last published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,7 @@ class _Attempt:
     """A publication whose commit was asked for."""
 
     record: VersionRecord
-    patches: Sequence[TensorPatch]
+    changes: KeptChanges
     fingerprints: Fingerprints
 
 
@@ -114,12 +111,17 @@ class DeltaPublisher:
             one, or a `ParameterSource`.
         sync_dir: the run's folder: ``/path`` or ``file:///path``.
         base: the checkpoint that trainer and engines start from, a local folder with safetensors files.
+        encoding: how changes are written: ``auto`` (the smallest for each tensor), ``absolute`` (the smallest that
+            needs no old values), or the name of one encoding, which is forced; ``raw`` is what OpenRL reads. By default
+            that which the run was started with, and ``auto`` for a new run.
+        threads: how many threads compare and encode; by default as many as there are cores, at most 8.
         single_writer: accept a store that cannot tell two trainers apart.
         max_file_bytes: soft limit of a payload file.
 
     Raises:
         SourceError: the tensors do not fit the base checkpoint; every misfit is named.
-        RunMismatch: `sync_dir` belongs to a run with another base.
+        RunMismatch: `sync_dir` belongs to a run with another base, or one that does not allow such encodings.
+        UnsupportedFormat: there is no such encoding.
         ObjectNotFound, CorruptFile, UnsupportedFormat: the base, or the run there, cannot be read.
         StoreError, StoreUnavailable: `sync_dir` cannot be used.
 
@@ -136,6 +138,8 @@ class DeltaPublisher:
         *,
         sync_dir: str,
         base: str | Path,
+        encoding: str | None = None,
+        threads: int | None = None,
         single_writer: bool = False,
         max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
     ) -> None:
@@ -147,8 +151,12 @@ class DeltaPublisher:
         self._total_elements = checkpoint.total_elements
         self._checkpoint_bytes = sum(spec.num_bytes for spec in checkpoint.specs.values())
         self._base_model = str(base)
-        self._check_names([name for item in self._source.items(self._specs) for name in item.names])
-        state = open_run(RunFolder(self._store), checkpoint)
+        check_names(
+            [name for item in self._source.items(self._specs) for name in item.names], self._specs, self._base_model
+        )
+        state = open_run(RunFolder(self._store), checkpoint, encoding)
+        self._encoding = encoding or policy_of(state.run.encodings)
+        self._threads = threads or min(8, len(os.sched_getaffinity(0)))
         self._run_id = state.run.run_id
         self._version = state.version
         self._state_digest = state.state_digest
@@ -198,17 +206,19 @@ class DeltaPublisher:
         started = time.monotonic()
         self._settle()
         notes = _notes(self._base_model, step, metrics)
-        patches, fingerprints = self._diff()
-        digested = [self._baseline.digested(patch) for patch in patches]
-        diff_s = time.monotonic() - started
-        record = write_publication(
-            self._store,
-            self._lineage(digested),
-            digested,
-            replace(notes, diff_s=diff_s),
-            max_file_bytes=self._max_file_bytes,
-        )
-        self._attempt = _Attempt(record, patches, fingerprints)
+        differ = Differ(self._source, self._specs, self._baseline, self._base_model, self._fingerprints)
+        kept = KeptChanges()
+        with thread_pool(self._threads) as pool:
+            record = write_publication(
+                self._store,
+                self._lineage(),
+                (self._digested(diff) for diff in differ.diffs(pool)),
+                lambda: replace(notes, diff_s=differ.seconds),
+                keep=kept.add,
+                pool=pool,
+                max_file_bytes=self._max_file_bytes,
+            )
+        self._attempt = _Attempt(record, kept, differ.fingerprints)
         commit(self._store, record)
         self._adopt(self._attempt)
         report = PublishReport(
@@ -216,11 +226,11 @@ class DeltaPublisher:
             version=record.version,
             changed_elements=record.changed_elements,
             total_elements=self._total_elements,
-            changed_tensors=len(patches),
+            changed_tensors=differ.changed_tensors,
             payload_bytes=record.payload_bytes,
             checkpoint_bytes=self._checkpoint_bytes,
             folder=record.folder,
-            diff_s=diff_s,
+            diff_s=differ.seconds,
             total_s=time.monotonic() - started,
         )
         _log(report)
@@ -238,59 +248,23 @@ class DeltaPublisher:
 
     def _adopt(self, attempt: _Attempt) -> None:
         """Move the baseline to a committed version."""
-        self._baseline.advance(attempt.patches)
+        self._baseline.advance(attempt.changes.changes())
         self._version, self._state_digest = attempt.record.version, attempt.record.state_digest
         self._fingerprints = attempt.fingerprints
         self._attempt = None
 
-    def _lineage(self, digested: Iterable[DigestedPatch]) -> Lineage:
-        moves = [item.new_digest - item.old_digest for item in digested]
+    def _lineage(self) -> Lineage:
         return Lineage(
             run_id=self._run_id,
             version=self._version + 1,
             base_version=self._version,
             base_state_digest=self._state_digest,
-            state_digest=format_digest(add_digests(int(self._state_digest, 16), *moves)),
             total_elements=self._total_elements,
         )
 
-    def _diff(self) -> tuple[list[TensorPatch], Fingerprints]:
-        patches: list[TensorPatch] = []
-        seen: list[str] = []
-        fingerprints: Fingerprints = {}
-        for item in self._source.items(self._specs):
-            if item.fingerprint is not None:
-                fingerprints[item.names] = item.fingerprint
-                if self._fingerprints.get(item.names) == item.fingerprint:
-                    seen.extend(item.names)
-                    continue
-            for name, tensor in item.load():
-                seen.append(name)
-                patch = self._diff_tensor(name, tensor)
-                if patch is not None:
-                    patches.append(patch)
-        self._check_names(seen)
-        return patches, fingerprints
-
-    def _diff_tensor(self, name: str, tensor: torch.Tensor) -> TensorPatch | None:
-        spec = self._specs.get(name)
-        if spec is None:
-            raise SourceError("tensor is not in the base checkpoint", tensor=name, found=tuple(tensor.shape))
-        return diff_tensor(spec, self._baseline.bits(name), tensor)
-
-    def _check_names(self, seen: Iterable[str]) -> None:
-        counts = Counter(seen)
-        problems = [f"{name} is missing" for name in self._specs if name not in counts]
-        problems += [f"{name} is not in the base checkpoint" for name in counts if name not in self._specs]
-        problems += [f"{name} comes {count} times" for name, count in counts.items() if count > 1]
-        if problems:
-            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise SourceError(
-                "the tensors are not those of the base checkpoint",
-                file=self._base_model,
-                found="; ".join(problems[:8]) + more,
-                hint="Publish by checkpoint names: every tensor of the base, each once.",
-            )
+    def _digested(self, diff: TensorDiff) -> DigestedChange:
+        chosen = choose(self._encoding, diff.spec, diff.positions, diff.old, diff.new)
+        return DigestedChange(chosen.change, diff.old_digest, diff.new_digest, chosen.encoding)
 
 
 def _notes(base_model: str, step: int | None, metrics: Mapping[str, float] | None) -> WriterNotes:

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer_hooks.baseline import Baseline
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.delta_folder import TOOL, utc_now
-from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, RunMismatch, VerifyError
+from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, RunMismatch, UnsupportedFormat, VerifyError
 from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.choose import POLICIES, encodings_of
 from vllm_delta_snapshot.format.digest import format_digest, state_digest
 from vllm_delta_snapshot.format.run import BaseIdentity, RunInfo
 from vllm_delta_snapshot.format.wire import SpecEntry
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.replay import opened_version, plan_from_base
 
-__all__ = ["PublishedState", "open_run"]
+__all__ = ["PublishedState", "open_run", "policy_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,36 +44,63 @@ class PublishedState:
     baseline: Baseline
 
 
-def open_run(folder: RunFolder, base: Checkpoint) -> PublishedState:
+def open_run(folder: RunFolder, base: Checkpoint, policy: str | None = None) -> PublishedState:
     """Create the run if there is none, else rebuild its newest state. Blocks; reads the base and every delta.
 
     Args:
         folder: where the run lives or will live.
         base: the base checkpoint.
+        policy: the encodings to publish in (see `choose`); ``None`` for those of the run, and all for a new one.
 
     Raises:
-        RunMismatch: the folder belongs to a run with another base checkpoint.
+        RunMismatch: the folder belongs to a run with another base checkpoint, or one without these encodings.
+        UnsupportedFormat: there is no such policy, or the run has encodings that are not known here.
         ExclusiveCreateUnsupported, StoreError, StoreUnavailable: the store cannot be used.
         BrokenChain, CorruptFile, VerifyError: the run there is damaged.
     """
+    wanted = encodings_of(policy or "auto")
     try:
         run = folder.read_run()
     except ObjectNotFound:
-        run = _create_run(folder, base)
+        run = _create_run(folder, base, wanted)
     _check_base(folder, run, base)
+    if policy is not None and not set(wanted) <= set(run.encodings):
+        raise RunMismatch(
+            "the run was started with other encodings, and its engines with them",
+            file=f"{folder.store.uri}/{layout.RUN_KEY}",
+            expected=" ".join(run.encodings),
+            found=f"{policy}: {' '.join(wanted)}",
+            hint="Leave the encoding out, or give the run a sync_dir of its own.",
+        )
     baseline = Baseline(base)
     newest = max(folder.versions(), default=0)
     digest = _replay(folder, baseline, run, newest)
     return PublishedState(run, newest, digest, baseline)
 
 
-def _create_run(folder: RunFolder, base: Checkpoint) -> RunInfo:
+def policy_of(encodings: Sequence[str]) -> str:
+    """Return the policy that a run was started with.
+
+    Raises:
+        UnsupportedFormat: it allows encodings that no policy of this writer keeps to.
+    """
+    for policy in POLICIES:
+        if set(encodings_of(policy)) == set(encodings):
+            return policy
+    raise UnsupportedFormat(
+        "the run was started with encodings that this version does not choose by itself",
+        found=" ".join(encodings),
+        hint="Give the publisher an encoding, one of these.",
+    )
+
+
+def _create_run(folder: RunFolder, base: Checkpoint, encodings: tuple[str, ...]) -> RunInfo:
     folder.store.check_exclusive_create()
     run = RunInfo(
         run_id=str(uuid.uuid4()),
         created_at=utc_now(),
         tool=TOOL,
-        encodings=("raw",),
+        encodings=encodings,
         base=BaseIdentity(
             name=str(base.folder),
             state_digest=base.state_digest,
@@ -102,8 +131,8 @@ def _replay(folder: RunFolder, baseline: Baseline, run: RunInfo, version: int) -
         return run.base.state_digest
     plan = plan_from_base(folder, version)
     for record in plan.steps:
-        with opened_version(folder, record, baseline.specs) as (_, patches):
-            baseline.advance(patches)
+        with opened_version(folder, record, baseline.specs) as (_, changes):
+            baseline.advance(changes)
     found = format_digest(state_digest(baseline.items()))
     if found != plan.state_digest:
         raise VerifyError(

@@ -2,12 +2,15 @@
 """Write the folder of a delta: payload files first, then metadata.json. The commit is not made here.
 
 The trainer writes such folders into the run, the stager writes one for its workers: merged deltas have the same form.
+Changes are taken one by one, encoded in blocks, and a file is written as soon as it is full; so a delta is never in
+memory as a whole, but for what the caller keeps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -15,14 +18,15 @@ import xxhash
 
 from vllm_delta_snapshot._version import __version__
 from vllm_delta_snapshot.format import layout
-from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES, PlannedFile, encode_delta
-from vllm_delta_snapshot.format.digest import format_digest
-from vllm_delta_snapshot.format.encodings import encoding_of
+from vllm_delta_snapshot.format.blocks import EncodedBlock, Placed, encode_block, group_blocks
+from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES, PlannedFile, plan_file
+from vllm_delta_snapshot.format.digest import add_digests, format_digest
 from vllm_delta_snapshot.format.metadata import DeltaMetadata, FileEntry, TensorEntry, Timings
+from vllm_delta_snapshot.ordered import ordered_map
 from vllm_delta_snapshot.store import Store
-from vllm_delta_snapshot.types import TensorPatch
+from vllm_delta_snapshot.types import Change, TensorDifference, TensorSpec
 
-__all__ = ["TOOL", "DigestedPatch", "Lineage", "WriterNotes", "utc_now", "write_delta_folder"]
+__all__ = ["TOOL", "DigestedChange", "Lineage", "WriterNotes", "WrittenDelta", "utc_now", "write_delta_folder"]
 
 TOOL = f"vllm-delta-snapshot {__version__}"
 
@@ -36,7 +40,6 @@ class Lineage:
         version: the version it leads to.
         base_version: the version it starts from.
         base_state_digest: the state it starts from.
-        state_digest: the state it leads to.
         total_elements: elements of the whole checkpoint.
     """
 
@@ -44,7 +47,6 @@ class Lineage:
     version: int
     base_version: int
     base_state_digest: str
-    state_digest: str
     total_elements: int
 
 
@@ -59,12 +61,38 @@ class WriterNotes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DigestedPatch:
-    """A patch with the digests of the values it replaces and of the values it brings."""
+class DigestedChange:
+    """A change with its digests, and the encoding to write it in.
 
-    patch: TensorPatch
-    old_digest: int
+    Attributes:
+        change: what changes in one tensor.
+        old_digest: the digest of the values it replaces; ``None`` if only the move is known.
+        new_digest: the digest of the values it brings, or the move.
+        encoding: its encoding; by default the uncompressed one.
+    """
+
+    change: Change
+    old_digest: int | None
     new_digest: int
+    encoding: str | None = None
+
+    @property
+    def encoding_name(self) -> str:
+        """The encoding to write it in."""
+        return self.encoding or ("raw_difference" if isinstance(self.change, TensorDifference) else "raw")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenDelta:
+    """A delta's folder as it was written.
+
+    Attributes:
+        metadata: its metadata.
+        data: metadata.json as written.
+    """
+
+    metadata: DeltaMetadata
+    data: bytes
 
 
 def write_delta_folder(
@@ -72,39 +100,142 @@ def write_delta_folder(
     folder: str,
     publication_id: str,
     lineage: Lineage,
-    digested: Sequence[DigestedPatch],
-    notes: WriterNotes,
+    digested: Iterable[DigestedChange],
+    notes: Callable[[], WriterNotes],
     *,
-    encoding: str = "raw",
+    keep: Callable[[EncodedBlock], None] | None = None,
+    pool: ThreadPoolExecutor | None = None,
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
-) -> tuple[DeltaMetadata, bytes]:
-    """Encode patches and write them under `folder`; metadata.json last. Blocks until all is durable.
+) -> WrittenDelta:
+    """Encode changes and write them under `folder`; metadata.json last. Blocks until all is durable.
 
     Args:
         store: where to.
         folder: a key that only this writer knows.
         publication_id: 32 hexadecimal digits.
-        lineage: where the delta starts and ends.
-        digested: the changed tensors.
-        notes: what to record beside.
-        encoding: name of the encoding.
+        lineage: where the delta starts and leads to.
+        digested: the changed tensors, taken one by one.
+        notes: asked at the end what to record beside.
+        keep: told of every block once it is encoded.
+        pool: threads to encode on; ``None`` for the caller's.
         max_file_bytes: soft limit of a payload file.
-
-    Returns:
-        The metadata and its bytes as written.
 
     Raises:
         StoreError, StoreUnavailable: something was not written; the folder may be partly there and is never read.
+        Exception: what `digested` raises.
     """
     started = time.monotonic()
-    patches = [item.patch for item in digested]
-    planned = encode_delta(patches, encoding_of(encoding), max_file_bytes=max_file_bytes)
-    files = tuple(_write_file(store, folder, file) for file in planned)
-    changed = sum(patch.changed for patch in patches)
+    files = _Files(store, folder, max_file_bytes)
+    table = _Table()
+    blocks = group_blocks(table.taken(digested))
+    for encoded in ordered_map(encode_block, blocks, pool):
+        for block in encoded:
+            table.put(block, files.add(block))
+            if keep:
+                keep(block)
+    entries = files.close()
+    metadata = _describe(publication_id, lineage, entries, table, notes(), started)
+    data = metadata.to_json()
+    store.put(f"{folder}/{layout.METADATA_NAME}", [memoryview(data)])
+    return WrittenDelta(metadata, data)
+
+
+def utc_now() -> str:
+    """Return the time for people, ISO 8601 in UTC. Nothing is ordered by it."""
+    return datetime.now(UTC).isoformat()
+
+
+@dataclass(slots=True)
+class _Row:
+    """What metadata says of a tensor, as it comes to be known."""
+
+    spec: TensorSpec
+    changed: int
+    old_digest: int | None
+    new_digest: int
+    encoding: str = ""
+    file: int = 0
+    block: int | None = None
+
+
+class _Table:
+    """The rows of metadata: written down when a change is taken, completed when its block is in a file."""
+
+    def __init__(self) -> None:
+        self.rows: list[_Row] = []
+
+    def taken(self, digested: Iterable[DigestedChange]) -> Iterator[Placed]:
+        for place, item in enumerate(digested):
+            self.rows.append(_Row(item.change.spec, item.change.changed, item.old_digest, item.new_digest))
+            yield Placed(place, item.change, item.encoding_name)
+
+    def put(self, block: EncodedBlock, file: int) -> None:
+        for member in block.members:
+            row = self.rows[member.place]
+            row.encoding, row.file = block.encoding, file
+            row.block = block.place if len(block.members) > 1 else None
+
+    def entries(self) -> Iterator[TensorEntry]:
+        for row in self.rows:
+            yield TensorEntry(
+                name=row.spec.name,
+                shape=row.spec.shape,
+                dtype=row.spec.dtype,
+                changed=row.changed,
+                encoding=row.encoding,
+                file=row.file,
+                block=row.block,
+                old_digest=None if row.old_digest is None else format_digest(row.old_digest),
+                new_digest=format_digest(row.new_digest),
+            )
+
+
+class _Files:
+    """The payload files: each is written when it is full, and the last one at the end."""
+
+    def __init__(self, store: Store, folder: str, max_file_bytes: int) -> None:
+        self._store = store
+        self._folder = folder
+        self._max_file_bytes = max_file_bytes
+        self._entries: list[FileEntry] = []
+        self._blocks: list[EncodedBlock] = []
+        self._size = 0
+
+    def add(self, block: EncodedBlock) -> int:
+        """Put a block into a file; return the file's number."""
+        if self._blocks and self._size + block.num_bytes > self._max_file_bytes:
+            self._write(is_only=False)
+        self._blocks.append(block)
+        self._size += block.num_bytes
+        return len(self._entries)
+
+    def close(self) -> tuple[FileEntry, ...]:
+        """Write the last file; there is at least one, even if nothing changed."""
+        self._write(is_only=not self._entries)
+        return tuple(self._entries)
+
+    def _write(self, *, is_only: bool) -> None:
+        name = layout.delta_file_name(None if is_only else len(self._entries))
+        self._entries.append(_write_file(self._store, self._folder, plan_file(name, self._blocks)))
+        self._blocks, self._size = [], 0
+
+
+def _describe(
+    publication_id: str,
+    lineage: Lineage,
+    files: tuple[FileEntry, ...],
+    table: _Table,
+    notes: WriterNotes,
+    started: float,
+) -> DeltaMetadata:
+    entries = tuple(table.entries())
+    changed = sum(entry.changed for entry in entries)
     # What OpenRL's reader takes: one file, raw, floating point.
-    is_openrl = encoding == "raw" and len(files) == 1 and all(patch.spec.element.is_float for patch in patches)
+    is_openrl = len(files) == 1 and all(row.encoding == "raw" and row.spec.element.is_float for row in table.rows)
+    state = add_digests(int(lineage.base_state_digest, 16), *(entry.moves_digest for entry in entries))
     now = datetime.now(UTC)
-    metadata = DeltaMetadata(
+    seconds = time.monotonic() - started
+    return DeltaMetadata(
         format_version=2 if is_openrl else 3,
         base_model=notes.base_model,
         created_at=now.isoformat(),
@@ -112,29 +243,21 @@ def write_delta_folder(
         changed_elements=changed,
         total_elements=lineage.total_elements,
         density_pct=round(100.0 * changed / max(1, lineage.total_elements), 3),
-        layer_names=tuple(patch.spec.name for patch in patches),
-        layer_shapes=tuple(patch.spec.shape for patch in patches),
+        layer_names=tuple(entry.name for entry in entries),
+        layer_shapes=tuple(entry.shape for entry in entries),
         run_id=lineage.run_id,
         publication_id=publication_id,
         version=lineage.version,
         base_version=lineage.base_version,
         base_state_digest=lineage.base_state_digest,
-        state_digest=lineage.state_digest,
+        state_digest=format_digest(state),
         files=files,
-        tensors=tuple(_tensor_entries(digested, planned, encoding)),
+        tensors=entries,
         step=notes.step,
         metrics=dict(notes.metrics),
-        timings=Timings(diff_s=round(notes.diff_s, 6), upload_s=round(time.monotonic() - started, 6)),
+        timings=Timings(diff_s=round(notes.diff_s, 6), upload_s=round(max(0.0, seconds - notes.diff_s), 6)),
         writer=TOOL,
     )
-    data = metadata.to_json()
-    store.put(f"{folder}/{layout.METADATA_NAME}", [memoryview(data)])
-    return metadata, data
-
-
-def utc_now() -> str:
-    """Return the time for people, ISO 8601 in UTC. Nothing is ordered by it."""
-    return datetime.now(UTC).isoformat()
 
 
 def _write_file(store: Store, folder: str, planned: PlannedFile) -> FileEntry:
@@ -147,20 +270,3 @@ def _write_file(store: Store, folder: str, planned: PlannedFile) -> FileEntry:
 
     num_bytes = store.put(f"{folder}/{planned.name}", hashed(planned.chunks()))
     return FileEntry(name=planned.name, bytes=num_bytes, xxh3_128=digest.hexdigest())
-
-
-def _tensor_entries(
-    digested: Sequence[DigestedPatch], planned: Sequence[PlannedFile], encoding: str
-) -> Iterator[TensorEntry]:
-    file_of = {place: number for number, file in enumerate(planned) for place in file.members}
-    for place, item in enumerate(digested):
-        yield TensorEntry(
-            name=item.patch.spec.name,
-            shape=item.patch.spec.shape,
-            dtype=item.patch.spec.dtype,
-            changed=item.patch.changed,
-            encoding=encoding,
-            file=file_of[place],
-            old_digest=format_digest(item.old_digest),
-            new_digest=format_digest(item.new_digest),
-        )

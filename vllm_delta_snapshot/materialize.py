@@ -21,6 +21,7 @@ from vllm_delta_snapshot.errors import BaseMismatch, DeltaSnapshotError, StageEr
 from vllm_delta_snapshot.patch_files import copy_checkpoint, write_patches
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.replay import opened_version, plan_from_base
+from vllm_delta_snapshot.stage.resolve import resolve_all
 
 __all__ = ["PROVENANCE_NAME", "MaterializeReport", "materialize"]
 
@@ -98,10 +99,11 @@ def materialize(
 
 def _build(folder: RunFolder, base: Checkpoint, plan: ChainPlan, work: Path, progress: Progress | None) -> int:
     copy_checkpoint(base, work)
+    made = Checkpoint(work)  # mapped, so that it shows what is written
     changed = 0
     for done, record in enumerate(plan.steps, start=1):
-        with opened_version(folder, record, base.specs, scratch=work) as (metadata, patches):
-            write_patches(base, work, patches)
+        with opened_version(folder, record, base.specs, scratch=work) as (metadata, changes):
+            write_patches(base, work, resolve_all(metadata, changes, made.bits))
         changed += metadata.changed_elements
         if progress:
             progress(done, len(plan.steps))

@@ -6,7 +6,7 @@ The copy is neither checked nor made durable here; its owners do that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -70,7 +70,7 @@ def _copy_file(source: Path, target: Path, buffer: memoryview) -> None:
         raise
 
 
-def write_patches(checkpoint: Checkpoint, out: Path, patches: Sequence[TensorPatch]) -> None:
+def write_patches(checkpoint: Checkpoint, out: Path, patches: Iterable[TensorPatch]) -> None:
     """Write new values into the files in `out`, and flush them to disk. Doing it twice changes nothing. Blocks.
 
     Args:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vllm_delta_snapshot.dtypes import Bits, DType, dtype_of
 
-__all__ = ["Positions", "TensorPatch", "TensorSpec", "position_dtype"]
+__all__ = ["Change", "Positions", "TensorDifference", "TensorPatch", "TensorSpec", "position_dtype"]
 
 Positions = NDArray[np.signedinteger]
 """Flat positions, strictly increasing: int32, or int64 for tensors of more than 2**31 elements."""
@@ -71,6 +71,44 @@ class TensorPatch:
     def changed(self) -> int:
         """Number of changed elements."""
         return int(self.positions.size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorDifference:
+    """One tensor's changed positions and by how much their bit patterns move.
+
+    Attributes:
+        spec: the tensor.
+        positions: flat positions, shape ``(changed,)``, strictly increasing.
+        values: new minus old, as unsigned integers of the element's width that wrap around, shape ``(changed,)``.
+        absolute: where True, ``values`` holds the new bit pattern itself, as a merge with absolute patches leaves it;
+            ``None``: nowhere.
+    """
+
+    spec: TensorSpec
+    positions: Positions
+    values: Bits
+    absolute: NDArray[np.bool_] | None = None
+
+    @property
+    def changed(self) -> int:
+        """Number of changed elements."""
+        return int(self.positions.size)
+
+    def resolve(self, old: Bits) -> TensorPatch:
+        """Return the patch that this is for given old values.
+
+        Args:
+            old: the bit patterns at ``positions``, shape ``(changed,)``; they must be the ones it was made against.
+        """
+        new: Bits = old + self.values
+        if self.absolute is not None:
+            new[self.absolute] = self.values[self.absolute]
+        return TensorPatch(self.spec, self.positions, new)
+
+
+Change = TensorPatch | TensorDifference
+"""What a delta says of one tensor."""
 
 
 def position_dtype(numel: int) -> np.dtype[np.signedinteger]:

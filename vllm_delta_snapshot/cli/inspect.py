@@ -87,7 +87,7 @@ def _describe_folder(path: Path) -> dict[str, Any]:
         "created_at": metadata.created_at,
         "changed_elements": sum(patch.changed for patch in patches),
         "total_elements": metadata.total_elements,
-        "payload_bytes": (path / layout.delta_file_name(0, 1)).stat().st_size,
+        "payload_bytes": (path / layout.delta_file_name(None)).stat().st_size,
         "folder": str(path),
         "tensors": [
             {

@@ -3,7 +3,7 @@
 
 `scatter` writes each element to the place that the load plan knows: one indexed write per live storage, whose cost
 grows with the changes. `loader` is vLLM's own way, the reference, whose cost grows with the tensors; what it cannot
-carry (NaN, integers) is scattered.
+carry (NaN, integers, differences) is scattered.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from vllm_delta_snapshot.engine.loader import apply_by_loader, is_for_loader
 from vllm_delta_snapshot.engine.updates import Update
 from vllm_delta_snapshot.engine.ways import Way
 from vllm_delta_snapshot.errors import VerifyError
+from vllm_delta_snapshot.types import TensorPatch
 
 __all__ = ["apply"]
 
@@ -36,7 +37,8 @@ def apply(model: torch.nn.Module, lanes: Sequence[LiveLane], update: Update, way
     """
     if way == "loader":
         here = {run.name for lane in lanes for run in lane.lane.runs}
-        patches = [patch for patch in update.patches() if patch.spec.name in here and is_for_loader(patch)]
+        changes = [change for change in update.patches() if change.spec.name in here]
+        patches = [change for change in changes if isinstance(change, TensorPatch) and is_for_loader(change)]
         apply_by_loader(model, patches)
         carried = {patch.spec.name for patch in patches}
         write_lanes([lane for lane in lanes if not all(run.name in carried for run in lane.lane.runs)])

@@ -167,6 +167,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
             places,
             timeout_s=init_info.init_timeout_s,
             needs_mirror=bool(self._fitness.reload.modules),
+            needs_absolute=self._fitness.plan.loses_bits(self._fitness.specs),
         )
         run_id = self._handoff.read_run().run_id
         if self._moved_to is None:

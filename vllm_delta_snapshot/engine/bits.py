@@ -10,10 +10,25 @@ import torch
 
 from vllm_delta_snapshot.dtypes import Bits
 
-__all__ = ["bits_of", "flat_storage", "integer_of", "integer_type", "torch_dtype_of"]
+__all__ = ["bits_of", "flat_storage", "integer_of", "integer_type", "keeps_bits", "torch_dtype_of"]
 
 _INTEGER: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SIGNED: Final = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+_EXACT: Final = {
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float64),
+    (torch.float16, torch.float64),
+    (torch.float32, torch.float64),
+}
+"""Conversions that lose nothing."""
+
+
+def keeps_bits(source: torch.dtype, live: torch.dtype) -> bool:
+    """Say whether values of type `source`, kept as `live`, can be had back bit for bit."""
+    return source is live or (source, live) in _EXACT
 
 
 def torch_dtype_of(name: str) -> torch.dtype:

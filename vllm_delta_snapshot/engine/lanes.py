@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An update's lanes on the device of the live weights: old values gathered, new values in the type of the storage.
 
-Made before the pause. Where the engine keeps a tensor in a wider or narrower type than the checkpoint, new values are
-converted as the model's loader converts them, by torch.
+Made before the pause. Differences become new values here, added to the old ones. Where the engine keeps a tensor in a
+wider or narrower type than the checkpoint, new values are converted as the model's loader converts them, by torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Final
 
 import torch
 
-from vllm_delta_snapshot.dtypes import dtype_of
-from vllm_delta_snapshot.engine.bits import bits_of, integer_type, torch_dtype_of
+from vllm_delta_snapshot.dtypes import Bits, dtype_of
+from vllm_delta_snapshot.engine.bits import bits_of, integer_type, keeps_bits, torch_dtype_of
 from vllm_delta_snapshot.engine.live import gather, gather_all, scatter_all, to_device
 from vllm_delta_snapshot.engine.load_plan import LoadPlan
 from vllm_delta_snapshot.engine.threads import run_each
@@ -26,22 +26,13 @@ from vllm_delta_snapshot.stage.places import Box
 __all__ = [
     "LiveLane",
     "RunDigest",
-    "digest_old",
+    "digest_runs",
     "in_checkpoint_type",
     "ready_lanes",
     "seem_old",
     "undo_lanes",
     "write_lanes",
 ]
-
-_EXACT: Final = {
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float32),
-    (torch.bfloat16, torch.float64),
-    (torch.float16, torch.float64),
-    (torch.float32, torch.float64),
-}
-"""Conversions that lose nothing, so that the checkpoint's bits can be had back."""
 
 _SPOTS: Final = 16
 
@@ -60,6 +51,7 @@ class LiveLane:
         new: the new bits, on its device.
         old: the bits that were there when this was made, on its device.
         spots: some positions spread over `index`, and what was there.
+        served: old and new bits in the checkpoint's type, on the host; ``None`` where the storage's has lost some.
     """
 
     lane: Lane
@@ -68,6 +60,7 @@ class LiveLane:
     new: torch.Tensor
     old: torch.Tensor
     spots: tuple[torch.Tensor, torch.Tensor]
+    served: tuple[Bits, Bits] | None
 
     def holds_new(self) -> bool:
         """Say whether the new bits are there."""
@@ -100,11 +93,33 @@ def ready_lanes(plan: LoadPlan, lanes: Sequence[Lane]) -> list[LiveLane]:
         ApplyError: a lane does not fit its storage.
     """
     brought = run_each(lambda lane: _brought(plan, lane), lanes)
-    old = gather_all([(flat, index) for flat, index, _ in brought])
-    return [
-        LiveLane(lane, *parts, gathered, _spots(parts[1], gathered))
-        for lane, parts, gathered in zip(lanes, brought, old, strict=True)
-    ]
+    old = gather_all(brought)
+    return run_each(
+        lambda item: _ready(item[0], *item[1], item[2], plan.storages[item[0].storage].dtype),
+        list(zip(lanes, brought, old, strict=True)),
+    )
+
+
+def _ready(lane: Lane, flat: torch.Tensor, index: torch.Tensor, old: torch.Tensor, live_dtype: torch.dtype) -> LiveLane:
+    """Work out the new bits, in the type of the storage."""
+    before = in_checkpoint_type(old, lane.dtype, live_dtype)
+    if lane.relative is not None and before is None:
+        raise ApplyError(
+            "differences cannot be added to weights that the engine keeps in another type",
+            tensor=lane.runs[0].name,
+            expected=lane.dtype,
+            found=live_dtype,
+            hint="Initialize the weight transfer again: such an engine asks the stager for absolute values.",
+        )
+    served = None if before is None else bits_of(before)
+    values = lane.values if served is None else lane.resolve(served)
+    new = to_device(values, flat.device)
+    source = torch_dtype_of(dtype_of(lane.dtype).torch_name)
+    if source is not live_dtype:
+        new = new.view(source).to(live_dtype)
+    # Out of the mapped file, so that its pages are not first touched in the pause.
+    new = new.view(flat.dtype).clone() if lane.relative is None else new.view(flat.dtype)
+    return LiveLane(lane, flat, index, new, old, _spots(index, old), None if served is None else (served, values))
 
 
 def _spots(index: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,10 +127,9 @@ def _spots(index: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.
     return index[::step].contiguous(), old[::step].contiguous()
 
 
-def _brought(plan: LoadPlan, lane: Lane) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return storage, positions and new bits."""
-    storage = plan.storages[lane.storage]
-    flat = storage.flat
+def _brought(plan: LoadPlan, lane: Lane) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return storage and positions."""
+    flat = plan.storages[lane.storage].flat
     if lane.size and not 0 <= int(lane.index.min()) <= int(lane.index.max()) < flat.numel():
         raise ApplyError(
             "a mapped update does not fit the live weights",
@@ -123,27 +137,16 @@ def _brought(plan: LoadPlan, lane: Lane) -> tuple[torch.Tensor, torch.Tensor, to
             expected=f"positions below {flat.numel()}",
             found=f"{int(lane.index.min())} to {int(lane.index.max())}",
         )
-    index = to_device(lane.index, flat.device)
-    new = to_device(lane.values, flat.device)
-    source = torch_dtype_of(dtype_of(lane.dtype).torch_name)
-    if source is not storage.dtype:
-        new = new.view(source).to(storage.dtype)
-    # Out of the mapped file, so that its pages are not first touched in the pause.
-    return flat, index, new.view(flat.dtype).clone()
+    return flat, to_device(lane.index, flat.device)
 
 
-def digest_old(plan: LoadPlan, live: LiveLane) -> Sequence[RunDigest]:
-    """Return the digests of what a lane will overwrite, run by run, in the checkpoint's type.
-
-    Raises:
-        BaseMismatch: a live value is none that the checkpoint's type has.
-    """
+def digest_runs(plan: LoadPlan, live: LiveLane, *, is_new: bool = False) -> Sequence[RunDigest]:
+    """Return the digests of what a lane overwrites, or of what it writes, run by run, in the checkpoint's type."""
     lane = live.lane
     places = [plan.places.pieces[run.name][run.piece] for run in lane.runs]
-    old = in_checkpoint_type(live.old, lane.dtype, plan.storages[lane.storage].dtype)
-    if old is None:
+    if live.served is None:
         return [(run.name, place.box, None) for run, place in zip(lane.runs, places, strict=True)]
-    digests = seeded_digests(lane.seeds, bits_of(old), lane.starts)
+    digests = seeded_digests(lane.seeds, live.served[is_new], lane.starts)
     return [(run.name, place.box, int(d)) for run, place, d in zip(lane.runs, places, digests, strict=True)]
 
 
@@ -161,7 +164,7 @@ def in_checkpoint_type(live: torch.Tensor, dtype: str, live_dtype: torch.dtype) 
     source = torch_dtype_of(dtype_of(dtype).torch_name)
     if source is live_dtype:
         return live
-    if (source, live_dtype) not in _EXACT:
+    if not keeps_bits(source, live_dtype):
         return None
     if (source, live_dtype) == (torch.bfloat16, torch.float32):
         # The upper half of the bits, so that even a NaN's payload comes back.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vllm_delta_snapshot.engine.bits import keeps_bits, torch_dtype_of
 from vllm_delta_snapshot.engine.index_probe import probe_index
 from vllm_delta_snapshot.engine.recorder import LiveStorage, LiveStorages, Recorder, StandIns, tensors_of
 from vllm_delta_snapshot.errors import ApplyError
@@ -65,6 +66,14 @@ class LoadPlan:
     def is_exact(self, name: str) -> bool:
         """Say whether a tensor is on this worker, and every element has its place."""
         return bool(self.places.pieces.get(name)) and name not in self.problems
+
+    def loses_bits(self, specs: Mapping[str, TensorSpec]) -> bool:
+        """Say whether some tensor is kept in a type from which the checkpoint's bits cannot be had back."""
+        return any(
+            not keeps_bits(torch_dtype_of(specs[name].element.torch_name), self.storages[piece.storage].dtype)
+            for name, piece in self.places
+            if name in specs
+        )
 
     def without(self, names: Iterable[str]) -> LoadPlan:
         """Return a plan in which these tensors have no places."""

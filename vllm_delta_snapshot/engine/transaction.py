@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ import torch
 from vllm_delta_snapshot.engine.agree import agree, gather_from_workers
 from vllm_delta_snapshot.engine.apply import apply
 from vllm_delta_snapshot.engine.fitness import Fitness
-from vllm_delta_snapshot.engine.lanes import LiveLane, RunDigest, digest_old, ready_lanes, seem_old, undo_lanes
+from vllm_delta_snapshot.engine.lanes import LiveLane, RunDigest, digest_runs, ready_lanes, seem_old, undo_lanes
 from vllm_delta_snapshot.engine.reload import LayerBackup, reload_layers
 from vllm_delta_snapshot.engine.threads import run_each
 from vllm_delta_snapshot.engine.updates import Update
-from vllm_delta_snapshot.engine.verify import verify_old
+from vllm_delta_snapshot.engine.verify import sum_over_workers, verify_moves, verify_old
 from vllm_delta_snapshot.engine.ways import Way
 from vllm_delta_snapshot.errors import ApplyError, TensorRefused, WeightsUncertain
 
@@ -38,7 +39,7 @@ class PreparedUpdate:
         fitness: where this worker holds the tensors.
         lanes: what is written, and what was there.
         layers: what is reloaded, and what was there.
-        proven: how many tensors' old values were proven to be the published ones.
+        proven: of how many tensors the values before were proven to be the published ones.
     """
 
     update: Update
@@ -105,28 +106,35 @@ def prepare(fitness: Fitness, update: Update) -> PreparedUpdate:
 
     Raises:
         TensorRefused: a tensor is unknown, or has no exact place.
-        BaseMismatch: live values are not the ones that the update starts from.
+        BaseMismatch: live values are not the ones that the update starts from, or differences do not lead to the
+            published ones.
         DeltaSnapshotError: another worker found one of these.
     """
     failure: BaseException | None = None
     lanes: list[LiveLane] = []
     layers = LayerBackup({}, ())
-    digests: list[RunDigest] = []
+    digests: tuple[list[RunDigest], list[RunDigest]] = ([], [])
     try:
         _check_names(fitness, update)
         lanes = ready_lanes(fitness.plan, update.lanes)
         touched = fitness.reload.touched(update.changed)
         layers = LayerBackup.of({layer: fitness.reload.modules[layer] for layer in touched})
         if update.old_digests:
-            of_lanes = run_each(lambda lane: digest_old(fitness.plan, lane), lanes)
-            digests = [digest for of_lane in of_lanes for digest in of_lane]
+            old = run_each(lambda lane: digest_runs(fitness.plan, lane), lanes)
+            new = run_each(lambda lane: digest_runs(fitness.plan, lane, is_new=True), lanes if update.moves else [])
+            digests = (list(chain.from_iterable(old)), list(chain.from_iterable(new)))
     except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
         failure = error
     agree(failure)
     written = {name for name, choice in fitness.choices.items() if choice.way in ("scatter", "loader")}
-    served = {name: digest for name, digest in update.old_digests.items() if name in written}
-    proven = verify_old(gather_from_workers(digests), served, update.changed)
-    return PreparedUpdate(update, fitness, lanes, layers, proven)
+    served = [name for name in update.old_digests if name in written and update.changed[name]]
+    of_workers = gather_from_workers(digests)
+    before = sum_over_workers([old for old, _ in of_workers])
+    proven = verify_old(before, {name: update.old_digests[name] for name in served})
+    if update.moves:
+        after = sum_over_workers([new for _, new in of_workers])
+        proven |= verify_moves(before, after, {name: update.moves[name] for name in served})
+    return PreparedUpdate(update, fitness, lanes, layers, len(proven))
 
 
 def _check_names(fitness: Fitness, update: Update) -> None:

@@ -17,7 +17,7 @@ from vllm_delta_snapshot.stage.handoff import StagedUpdate
 from vllm_delta_snapshot.stage.mapping import Lane, map_update, read_lanes
 from vllm_delta_snapshot.stage.mirror import Mirror
 from vllm_delta_snapshot.stage.places import PlaceMap
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+from vllm_delta_snapshot.types import Change, TensorSpec
 
 __all__ = ["Update", "Weights", "check_rollback", "openrl_update", "staged_update"]
 
@@ -39,7 +39,9 @@ class Update:
         version: the version they lead to; ``None`` for an OpenRL folder.
         state_digest: the state they lead to; empty for an OpenRL folder.
         changed: by name, how many elements of each tensor change in the whole engine.
-        old_digests: by name, the digest of the values they start from; empty for an OpenRL folder.
+        old_digests: by name, the digest of the values they start from, ``None`` where it is not known; empty for an
+            OpenRL folder.
+        moves: by name, how far the digest of the tensor moves; empty if all values are absolute.
         lanes: what this worker writes.
         patches: reads the patches themselves, in checkpoint coordinates.
         mirror: the checkpoint at the version they lead to, held still; if there is one.
@@ -48,9 +50,10 @@ class Update:
     version: int | None
     state_digest: str
     changed: Mapping[str, int]
-    old_digests: Mapping[str, str]
+    old_digests: Mapping[str, str | None]
+    moves: Mapping[str, str]
     lanes: Sequence[Lane]
-    patches: Callable[[], Sequence[TensorPatch]]
+    patches: Callable[[], Sequence[Change]]
     mirror: Mirror | None = None
 
     def mirror_bits(self, name: str) -> Bits:
@@ -111,8 +114,9 @@ def staged_update(
     return Update(
         version,
         fields["state_digest"],
-        {name: changed for name, changed, _ in fields["tensors"]},
-        {name: digest for name, _, digest in fields["tensors"]},
+        {name: changed for name, changed, _, _ in fields["tensors"]},
+        {name: digest for name, _, digest, _ in fields["tensors"]},
+        {name: move for name, _, _, move in fields["tensors"]} if fields["has_differences"] else {},
         lanes,
         lambda: _decode(staged.patches, specs),
         staged.mirror,
@@ -128,7 +132,7 @@ def openrl_update(folder: Path, specs: Mapping[str, TensorSpec], places: PlaceMa
     """
     _, patches = read_openrl_delta(folder, specs)
     changed = {patch.spec.name: patch.changed for patch in patches}
-    return Update(None, "", changed, {}, map_update(patches, places), lambda: patches)
+    return Update(None, "", changed, {}, {}, map_update(patches, places), lambda: patches)
 
 
 def check_rollback(at: int, version: int, oldest: int, *, is_meant: bool) -> None:
@@ -159,7 +163,7 @@ def check_rollback(at: int, version: int, oldest: int, *, is_meant: bool) -> Non
         )
 
 
-def _decode(folder: Path, specs: Mapping[str, TensorSpec]) -> Sequence[TensorPatch]:
+def _decode(folder: Path, specs: Mapping[str, TensorSpec]) -> Sequence[Change]:
     metadata = read_folder_metadata(folder)
     if not isinstance(metadata, DeltaMetadata):
         raise CorruptFile("a staged update lost its lineage", file=str(folder))

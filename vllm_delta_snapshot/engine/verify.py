@@ -59,35 +59,67 @@ def _refuse_replicas(name: str, first: int, second: int) -> None:
     )
 
 
-def verify_old(
-    workers: Sequence[Sequence[RunDigest]], old_digests: Mapping[str, str], changed: Mapping[str, int]
-) -> int:
+def verify_old(found: Mapping[str, int | None], expected: Mapping[str, str | None]) -> set[str]:
     """Compare the values about to be overwritten with those that the update starts from.
 
     Args:
-        workers: the digests of each worker of the engine, in order of rank.
-        old_digests: by name, the digest in metadata; of the tensors that this engine writes. Empty if unknown.
-        changed: by name, how many elements change.
+        found: by name, the digest of the live values at the touched positions.
+        expected: by name, the digest in metadata; ``None`` where it is not known.
 
     Returns:
-        How many tensors were proven.
+        The names of the tensors that were proven.
 
     Raises:
         BaseMismatch: the live weights have drifted from the published ones.
     """
-    totals = sum_over_workers(workers)
-    proven = 0
-    for name, expected in old_digests.items():
-        total = totals.get(name, 0)
-        if total is None or not changed[name]:
+    proven = set()
+    for name, digest in expected.items():
+        total = found.get(name, 0)
+        if total is None or digest is None:
             continue
-        if format_digest(total) != expected:
+        if format_digest(total) != digest:
             raise BaseMismatch(
                 "live weights are not the ones this delta was made against; they were changed by something else",
                 tensor=name,
-                expected=f"digest {expected}",
+                expected=f"digest {digest}",
                 found=f"digest {format_digest(total)}",
                 hint=_HINT,
             )
-        proven += 1
+        proven.add(name)
+    return proven
+
+
+def verify_moves(
+    before: Mapping[str, int | None], after: Mapping[str, int | None], moves: Mapping[str, str]
+) -> set[str]:
+    """Compare how far the digests of touched values move with what the trainer published.
+
+    Where only differences are known, this proves both ends: with any other old values, old and new terms of the digest
+    would be others, and so would what lies between them.
+
+    Args:
+        before: by name, the digest of the live values at the touched positions.
+        after: by name, the digest of the values about to be written.
+        moves: by name, how far the update moves it.
+
+    Returns:
+        The names of the tensors that were proven.
+
+    Raises:
+        BaseMismatch: the live weights have drifted from the published ones, or the update is wrong.
+    """
+    proven = set()
+    for name, expected in moves.items():
+        old, new = before.get(name, 0), after.get(name, 0)
+        if old is None or new is None:
+            continue
+        if format_digest(add_digests(new, -old)) != expected:
+            raise BaseMismatch(
+                "this delta does not lead from the live weights to the published ones",
+                tensor=name,
+                expected=f"a digest moved by {expected}",
+                found=f"by {format_digest(add_digests(new, -old))}",
+                hint=_HINT,
+            )
+        proven.add(name)
     return proven

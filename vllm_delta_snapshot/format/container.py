@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The payload of a delta: many patches in one or several safetensors files.
+"""The payload of a delta: many encoded changes in one or several safetensors files.
 
-`encode_delta` turns patches into planned files, `decode_file` turns a local file back. Keys are ``{i}.{part}``, with
-``i`` the tensor's place in ``layer_names``; the header repeats ``layer_names`` as OpenRL does. Neither function
-talks to a store.
+`plan_file` turns encoded blocks into a file to be written, `decode_file` turns a local file back. Keys are
+``{i}.{part}``, with ``i`` the block's first tensor's place in ``layer_names``; the header repeats ``layer_names`` as
+OpenRL does. Neither function talks to a store.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,19 +20,20 @@ import numpy as np
 
 from vllm_delta_snapshot.dtypes import dtype_of
 from vllm_delta_snapshot.errors import CorruptFile, FormatError
-from vllm_delta_snapshot.format import layout
-from vllm_delta_snapshot.format.encodings import Encoding, encoding_of
-from vllm_delta_snapshot.format.encodings.base import Part, Parts
+from vllm_delta_snapshot.format.blocks import EncodedBlock
+from vllm_delta_snapshot.format.encodings import encoding_of
+from vllm_delta_snapshot.format.encodings.base import Part, Parts, Stated
 from vllm_delta_snapshot.format.metadata import LAYER_NAMES_KEY
 from vllm_delta_snapshot.format.safetensors_io import MappedFile, NamedBits, file_chunks, file_size
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+from vllm_delta_snapshot.ordered import ordered_map
+from vllm_delta_snapshot.types import Change, TensorSpec
 
-__all__ = ["DEFAULT_MAX_FILE_BYTES", "PlannedFile", "StoredPatch", "decode_file", "encode_delta"]
+__all__ = ["DEFAULT_MAX_FILE_BYTES", "PlannedFile", "StoredChange", "decode_file", "plan_file"]
 
 DEFAULT_MAX_FILE_BYTES: Final = 1_000_000_000
-"""A file grows past this only when it holds a single tensor."""
+"""A file grows past this only when it holds a single block."""
 
-_KEY: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.([a-z_]{1,32})")
+_KEY: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.([a-z_0-9]{1,32})")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,11 +42,9 @@ class PlannedFile:
 
     Attributes:
         name: its name in the publication's folder.
-        members: the places (in ``layer_names``) of the tensors inside.
     """
 
     name: str
-    members: tuple[int, ...]
     _arrays: tuple[NamedBits, ...]
     _header: dict[str, str]
 
@@ -59,85 +59,83 @@ class PlannedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPatch:
-    """What metadata says of one patch in a file: where it is and what it must decode to."""
+class StoredChange:
+    """What metadata says of one change in a file: where it is and what it must decode to.
+
+    Attributes:
+        place: the tensor's place in ``layer_names``.
+        spec: the tensor.
+        changed: how many elements change.
+        encoding: the encoding of its block.
+        block: the place that names its block.
+    """
 
     place: int
     spec: TensorSpec
     changed: int
     encoding: str
+    block: int
 
 
-def encode_delta(
-    patches: Sequence[TensorPatch], encoding: Encoding, *, max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
-) -> list[PlannedFile]:
-    """Plan the files of a delta; at least one, even if nothing changed.
-
-    Args:
-        patches: the changed tensors, in the order of ``layer_names``. Their arrays are referenced, not copied.
-        encoding: how to write each of them.
-        max_file_bytes: soft limit of a file's size.
-    """
-    groups: list[tuple[list[int], list[NamedBits]]] = [([], [])]
-    size = 0
-    for place, patch in enumerate(patches):
-        arrays = [_named(f"{place}.{part}", *value) for part, value in encoding.encode(patch).items()]
-        num_bytes = sum(array.spec.num_bytes for array in arrays)
-        if groups[-1][0] and size + num_bytes > max_file_bytes:
-            groups.append(([], []))
-            size = 0
-        groups[-1][0].append(place)
-        groups[-1][1].extend(arrays)
-        size += num_bytes
-    names = [patch.spec.name for patch in patches]
-    return [
-        PlannedFile(
-            layout.delta_file_name(number, len(groups)),
-            tuple(members),
-            tuple(arrays),
-            {LAYER_NAMES_KEY: json.dumps([names[place] for place in members])},
-        )
-        for number, (members, arrays) in enumerate(groups)
-    ]
+def plan_file(name: str, blocks: Sequence[EncodedBlock]) -> PlannedFile:
+    """Plan a file that holds these blocks. Their arrays are referenced, not copied."""
+    arrays = [_named(f"{block.place}.{part}", *value) for block in blocks for part, value in block.parts.items()]
+    members = sorted((member.place, member.change.spec.name) for block in blocks for member in block.members)
+    return PlannedFile(name, tuple(arrays), {LAYER_NAMES_KEY: json.dumps([name for _, name in members])})
 
 
-def decode_file(path: Path, stored: Sequence[StoredPatch]) -> list[TensorPatch]:
-    """Read the patches of one file: views of the mapped file, every one checked.
+def decode_file(path: Path, stored: Sequence[StoredChange], pool: ThreadPoolExecutor | None = None) -> list[Change]:
+    """Read the changes of one file, every one checked; uncompressed ones are views of the mapped file.
 
     Args:
         path: a local file.
-        stored: exactly the patches that must be in it.
+        stored: exactly the changes that must be in it.
+        pool: threads to decode on; ``None`` for the caller's.
+
+    Returns:
+        The changes in the order of `stored`.
 
     Raises:
-        CorruptFile: the file is not a container of exactly these patches.
+        CorruptFile: the file is not a container of exactly these changes.
         UnsupportedFormat: an unknown encoding or element type.
         LimitExceeded, ObjectNotFound: see `MappedFile`.
     """
     mapped = MappedFile(path)
     parts = _group_keys(path, mapped)
-    expected = {patch.place for patch in stored}
-    if set(parts) != expected:
+    blocks: dict[int, list[StoredChange]] = {}
+    for change in stored:
+        blocks.setdefault(change.block, []).append(change)
+    if parts.keys() != blocks.keys():
         raise CorruptFile(
             "wrong tensors in the file",
             file=str(path),
-            expected=f"places {_listed(expected)}",
+            expected=f"places {_listed(set(blocks))}",
             found=f"places {_listed(set(parts))}",
         )
-    patches = []
-    for patch in stored:
-        try:
-            decoded = encoding_of(patch.encoding).decode(patch.spec, patch.changed, parts[patch.place])
-        except FormatError as error:
-            raise type(error)(
-                error.what,
-                file=str(path),
-                tensor=patch.spec.name,
-                expected=error.expected,
-                found=error.found,
-                hint=error.hint,
-            ) from error
-        patches.append(decoded)
-    return patches
+    decoded: dict[int, Change] = {}
+    for of_block in ordered_map(lambda item: _decode_block(path, item[1], parts[item[0]]), blocks.items(), pool):
+        decoded |= of_block
+    return [decoded[change.place] for change in stored]
+
+
+def _decode_block(path: Path, members: Sequence[StoredChange], parts: Parts) -> dict[int, Change]:
+    first = members[0]
+    try:
+        encoding = encoding_of(first.encoding)
+        alike = {(member.encoding, member.spec.element.itemsize) for member in members}
+        if len(alike) > 1 or (len(members) > 1 and not encoding.is_joint) or first.place != first.block:
+            raise CorruptFile("tensors that cannot share a block", tensor=first.spec.name, found=sorted(alike))
+        changes = encoding.decode([Stated(member.spec, member.changed) for member in members], parts)
+    except FormatError as error:
+        raise type(error)(
+            error.what,
+            file=str(path),
+            tensor=error.tensor or first.spec.name,
+            expected=error.expected,
+            found=error.found,
+            hint=error.hint,
+        ) from error
+    return {member.place: change for member, change in zip(members, changes, strict=True)}
 
 
 def _named(key: str, code: str, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> NamedBits:

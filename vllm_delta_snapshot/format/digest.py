@@ -33,6 +33,7 @@ __all__ = [
     "seeded_digests",
     "state_digest",
     "tensor_digest",
+    "tensor_key",
     "term_seeds",
 ]
 

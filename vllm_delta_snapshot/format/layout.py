@@ -64,9 +64,14 @@ def is_delta_folder(folder: str, version: int) -> bool:
     return match is not None and int(match[1]) == version
 
 
-def delta_file_name(number: int, count: int) -> str:
-    """Return the name of file `number` (from 0) of `count`: OpenRL's name when there is only one."""
-    return "delta.safetensors" if count == 1 else f"delta-{number + 1:05d}-of-{count:05d}.safetensors"
+def delta_file_name(number: int | None) -> str:
+    """Return the name of a payload file.
+
+    Args:
+        number: which it is, from 0; ``None`` if it is the only one, which has OpenRL's name. A file is written before
+            it is known how many there will be.
+    """
+    return "delta.safetensors" if number is None else f"delta-{number + 1:05d}.safetensors"
 
 
 def check_file_name(name: str) -> str:

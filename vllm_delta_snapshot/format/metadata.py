@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from vllm_delta_snapshot.errors import UnsupportedFormat
 from vllm_delta_snapshot.format import layout
@@ -50,13 +50,31 @@ class FileEntry(WireModel):
 
 
 class TensorEntry(SpecEntry):
-    """One changed tensor: where its patch lies, and the digests of the touched elements before and after."""
+    """One changed tensor: where its change lies, and the digests of the touched elements before and after.
+
+    Where several versions were merged without their values, only the digests' difference is known: ``old_digest`` is
+    null, and ``new_digest`` says by how much the delta moves the tensor's digest.
+    """
 
     changed: Count
     encoding: str
     file: Count
-    old_digest: Digest64
+    block: Count | None = None
+    old_digest: Digest64 | None
     new_digest: Digest64
+
+    @property
+    def moves_digest(self) -> int:
+        """By how much the delta moves the digest of the tensor, modulo 2**64."""
+        return int(self.new_digest, 16) - int(self.old_digest or "0", 16)
+
+    @model_serializer(mode="wrap")
+    def _without_block(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # A tensor that shares its block with none says nothing of blocks, as before there were any.
+        fields: dict[str, Any] = handler(self)
+        if self.block is None:
+            del fields["block"]
+        return fields
 
 
 class Timings(WireModel):

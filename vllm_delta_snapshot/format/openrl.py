@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm_delta_snapshot.errors import CorruptFile, LimitExceeded, ObjectNotFound
 from vllm_delta_snapshot.format import layout
-from vllm_delta_snapshot.format.container import StoredPatch, decode_file
+from vllm_delta_snapshot.format.container import StoredChange, decode_file
 from vllm_delta_snapshot.format.metadata import (
     MAX_METADATA_BYTES,
     DeltaMetadata,
@@ -70,13 +70,14 @@ def read_openrl_delta(
             found=f"run {metadata.run_id} version {metadata.version}",
             hint="Give the run's folder as sync_dir, and the version.",
         )
-    path = folder / layout.delta_file_name(0, 1)
+    path = folder / layout.delta_file_name(None)
     mapped = MappedFile(path)
     stored = [
         _stored(path, mapped, place, name, shape, specs)
         for place, (name, shape) in enumerate(zip(metadata.layer_names, metadata.layer_shapes, strict=True))
     ]
-    return metadata, decode_file(path, stored)
+    # `raw` decodes to patches and nothing else.
+    return metadata, [change for change in decode_file(path, stored) if isinstance(change, TensorPatch)]
 
 
 def _stored(
@@ -86,7 +87,7 @@ def _stored(
     name: str,
     shape: tuple[int, ...],
     specs: Mapping[str, TensorSpec] | None,
-) -> StoredPatch:
+) -> StoredChange:
     values = mapped.specs.get(f"{place}.values")
     if values is None:
         raise CorruptFile("values are missing", file=str(path), tensor=name, expected=f"key {place}.values")
@@ -99,4 +100,4 @@ def _stored(
             expected=specs.get(name, "no such tensor"),
             found=spec,
         )
-    return StoredPatch(place, spec, values.numel, "raw")
+    return StoredChange(place, spec, values.numel, "raw", place)

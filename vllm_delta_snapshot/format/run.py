@@ -14,6 +14,7 @@ from pydantic import Field
 
 from vllm_delta_snapshot.errors import CorruptFile
 from vllm_delta_snapshot.format.digest import STATE_DIGEST_ALGORITHM
+from vllm_delta_snapshot.format.encodings import encoding_of
 from vllm_delta_snapshot.format.wire import Count, Digest64, SpecEntry, WireModel
 from vllm_delta_snapshot.types import TensorSpec
 
@@ -47,6 +48,15 @@ class RunInfo(WireModel):
     encodings: tuple[str, ...]
     base: BaseIdentity
     tensors: tuple[SpecEntry, ...]
+
+    @property
+    def has_differences(self) -> bool:
+        """Whether versions of the run may hold differences, which are nothing without the exact old values.
+
+        Raises:
+            UnsupportedFormat: the run allows an encoding that this reader does not know.
+        """
+        return any(encoding_of(name).is_difference for name in self.encodings)
 
     def specs(self) -> Mapping[str, TensorSpec]:
         """Return the table of tensors by name.

@@ -1,68 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assemble: the patches of several versions -> one update between any two of them, forward or back.
+"""Assemble: the changes of several versions -> one update between any two of them, forward or back.
 
-Pure: the caller has the patches. The digests of the values that an update replaces are known without having the values:
+Pure: the caller has the changes. The digests of the values that an update replaces are known without having the values:
 each version's metadata says by how much it moved them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from vllm_delta_snapshot.delta_folder import DigestedPatch
+from vllm_delta_snapshot.delta_folder import DigestedChange
 from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.format.digest import add_digests, patch_digest
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.stage.merge import merge
-from vllm_delta_snapshot.types import TensorPatch
+from vllm_delta_snapshot.types import Change, TensorDifference, TensorPatch
 
-__all__ = ["assemble_back", "assemble_forward"]
+__all__ = ["assemble_absolute", "assemble_back", "assemble_forward"]
 
-Steps = Sequence[Sequence[TensorPatch]]
+Steps = Sequence[Sequence[Change]]
+BitsOf = Callable[[str], Bits]
+"""Returns all elements of a tensor at some version, by name."""
 
 
-def assemble_forward(steps: Steps, metadata: Sequence[DeltaMetadata]) -> list[DigestedPatch]:
+def assemble_forward(steps: Steps, metadata: Sequence[DeltaMetadata]) -> Iterator[DigestedChange]:
     """Merge consecutive versions into one update.
 
     Args:
-        steps: the patches of each version, oldest first.
+        steps: the changes of each version, oldest first.
         metadata: of the same versions.
     """
+    moves = _moves(metadata)
+    for change in merge(steps):
+        move = moves[change.spec.name]
+        if isinstance(change, TensorPatch):
+            new = _digest(change)
+            yield DigestedChange(change, add_digests(new, -move), new)
+        elif change.changed or move:
+            yield DigestedChange(change, None, move)
+
+
+def assemble_back(
+    before: Callable[[], Steps], after: Steps, metadata: Sequence[DeltaMetadata], start_bits: BitsOf
+) -> Iterator[DigestedChange]:
+    """Make the update that undoes versions: differences are turned around, absolute values are looked up.
+
+    Args:
+        before: returns the changes of the versions from the start to the one to go back to, oldest first; asked only
+            if values have to be looked up.
+        after: the changes of the versions to undo, oldest first.
+        metadata: of the versions to undo.
+        start_bits: returns all elements of a tensor at the start, by name.
+    """
+    moves = _moves(metadata)
+    earlier: Mapping[str, Change] | None = None
+    for change in merge(after):
+        move = moves[change.spec.name]
+        if isinstance(change, TensorDifference) and change.absolute is None:
+            if change.changed or move:
+                back = TensorDifference(change.spec, change.positions, -change.values)
+                yield DigestedChange(back, None, add_digests(-move))
+            continue
+        if earlier is None:
+            earlier = {known.spec.name: known for known in merge(before())}
+        yield _absolute(change, -move, earlier.get(change.spec.name), start_bits)
+
+
+def assemble_absolute(
+    digested: Iterator[DigestedChange], before: Callable[[], Steps], start_bits: BitsOf
+) -> Iterator[DigestedChange]:
+    """Turn an update's differences into absolute values.
+
+    Args:
+        digested: the update.
+        before: returns the changes from the start to the version that the update leads to, oldest first.
+        start_bits: returns all elements of a tensor at the start, by name.
+    """
+    earlier: Mapping[str, Change] | None = None
+    for item in digested:
+        if isinstance(item.change, TensorPatch):
+            yield item
+            continue
+        if earlier is None:
+            earlier = {known.spec.name: known for known in merge(before())}
+        move = item.new_digest - (item.old_digest or 0)
+        yield _absolute(item.change, move, earlier.get(item.change.spec.name), start_bits)
+
+
+def _absolute(change: Change, move: int, earlier: Change | None, start_bits: BitsOf) -> DigestedChange:
+    """Return a change's positions with the values that they come to.
+
+    Args:
+        change: says which positions.
+        move: by how much the update moves the tensor's digest.
+        earlier: what changes in the tensor from the start to where the update leads.
+        start_bits: returns all elements of a tensor at the start.
+    """
+    values = start_bits(change.spec.name)[change.positions]
+    if earlier is not None and earlier.changed:
+        found = np.searchsorted(earlier.positions, change.positions)
+        found[found == earlier.changed] = 0
+        hit = earlier.positions[found] == change.positions
+        known = _selected(earlier, found[hit])
+        values[hit] = known.resolve(values[hit]).values if isinstance(known, TensorDifference) else known.values
+    patch = TensorPatch(change.spec, change.positions, values)
+    new = _digest(patch)
+    return DigestedChange(patch, add_digests(new, -move), new)
+
+
+def _selected(change: Change, which: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Change:
+    positions, values = change.positions[which], change.values[which]
+    if isinstance(change, TensorPatch):
+        return TensorPatch(change.spec, positions, values)
+    absolute = None if change.absolute is None else change.absolute[which]
+    return TensorDifference(change.spec, positions, values, absolute)
+
+
+def _moves(metadata: Sequence[DeltaMetadata]) -> dict[str, int]:
     moves: dict[str, int] = {}
     for of_version in metadata:
         for entry in of_version.tensors:
-            move = int(entry.new_digest, 16) - int(entry.old_digest, 16)
-            moves[entry.name] = add_digests(moves.get(entry.name, 0), move)
-    digested = []
-    for patch in merge(steps):
-        new = _digest(patch)
-        digested.append(DigestedPatch(patch, add_digests(new, -moves[patch.spec.name]), new))
-    return digested
-
-
-def assemble_back(before: Steps, after: Steps, start_bits: Callable[[str], Bits]) -> list[DigestedPatch]:
-    """Make the update that undoes versions.
-
-    Args:
-        before: the patches of the versions from the start to the one to go back to, oldest first.
-        after: the patches of the versions to undo, oldest first.
-        start_bits: returns all elements of a tensor at the start, by name.
-    """
-    known: Mapping[str, TensorPatch] = {patch.spec.name: patch for patch in merge(before)}
-    digested = []
-    for patch in merge(after):
-        values = start_bits(patch.spec.name)[patch.positions]
-        earlier = known.get(patch.spec.name)
-        if earlier is not None and earlier.changed:
-            found = np.searchsorted(earlier.positions, patch.positions)
-            found[found == earlier.changed] = 0
-            hit = earlier.positions[found] == patch.positions
-            values[hit] = earlier.values[found[hit]]
-        back = TensorPatch(patch.spec, patch.positions, values)
-        digested.append(DigestedPatch(back, _digest(patch), _digest(back)))
-    return digested
+            moves[entry.name] = add_digests(moves.get(entry.name, 0), entry.moves_digest)
+    return moves
 
 
 def _digest(patch: TensorPatch) -> int:

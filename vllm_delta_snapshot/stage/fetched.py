@@ -16,7 +16,7 @@ from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.area import StageArea
 from vllm_delta_snapshot.stage.decode import decode
 from vllm_delta_snapshot.stage.fetch import fetch
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+from vllm_delta_snapshot.types import Change, TensorSpec
 
 __all__ = ["FetchedVersions"]
 
@@ -42,11 +42,11 @@ class FetchedVersions:
         self._specs = specs
         self._start = (start, start_digest)
         self._metadata: dict[int, DeltaMetadata] = {}
-        self._patches: dict[int, list[TensorPatch]] = {}
+        self._changes: dict[int, list[Change]] = {}
 
     def __contains__(self, version: object) -> bool:
         """Say whether a version is at hand."""
-        return version in self._patches
+        return version in self._changes
 
     def load(self, version: int) -> None:
         """Have a version at hand. Blocks if it has to be fetched.
@@ -55,7 +55,7 @@ class FetchedVersions:
             BaseMismatch: it does not continue the version before.
             BrokenChain, CorruptFile, UnsupportedFormat, StageError, StoreUnavailable: it cannot be had.
         """
-        if version in self._patches:
+        if version in self._changes:
             return
         record = self._folder.read_version(version)
         metadata = self._folder.read_metadata(record)
@@ -68,7 +68,7 @@ class FetchedVersions:
             )
         target = self._area.fetched_folder(version)
         fetch(self._folder.store, record, metadata, target)
-        self._patches[version] = decode(metadata, target, self._specs)
+        self._changes[version] = decode(metadata, target, self._specs)
         self._metadata[version] = metadata
         logger.info("fetched version=%d bytes=%d", version, record.payload_bytes)
 
@@ -83,9 +83,9 @@ class FetchedVersions:
         """Return the metadata of a version at hand."""
         return self._metadata[version]
 
-    def patches(self, version: int) -> list[TensorPatch]:
-        """Return the patches of a version at hand: views of mapped files."""
-        return self._patches[version]
+    def changes(self, version: int) -> list[Change]:
+        """Return the changes of a version at hand."""
+        return self._changes[version]
 
     def state_digest(self, version: int) -> str:
         """Return the state digest of any version, at hand or not. Raises: as reading its record does."""
@@ -97,8 +97,8 @@ class FetchedVersions:
 
     def forget(self, oldest: int) -> None:
         """Forget versions up to and including `oldest`, and delete their files."""
-        for version in [version for version in self._patches if version <= oldest]:
-            del self._patches[version]
+        for version in [version for version in self._changes if version <= oldest]:
+            del self._changes[version]
             del self._metadata[version]
         for path in self._area.fetched.iterdir():
             if path.name.isdigit() and int(path.name) <= oldest:

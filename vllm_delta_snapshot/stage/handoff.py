@@ -58,6 +58,8 @@ class Handoff:
         root: the folder for stage areas.
         places: where the worker's weights lie.
         needs_mirror: whether the worker has layers that must be reloaded.
+        needs_absolute: whether the worker cannot know its old values, so that differences are nothing to it; where the
+            run has some, the mirror then turns them into absolute values.
         timeout_s: how long the stager may take to find out which version the checkpoint is. It reads every byte of
             the checkpoint once.
 
@@ -72,7 +74,14 @@ class Handoff:
     """
 
     def __init__(
-        self, config: StagerConfig, root: Path, places: PlaceMap, *, timeout_s: float, needs_mirror: bool = False
+        self,
+        config: StagerConfig,
+        root: Path,
+        places: PlaceMap,
+        *,
+        timeout_s: float,
+        needs_mirror: bool = False,
+        needs_absolute: bool = False,
     ) -> None:
         started_from = _mirror_started_from(config)
         if started_from is not None:
@@ -80,7 +89,6 @@ class Handoff:
         self._area = StageArea.of(root, config)
         self._attachment = Attachment(self._area)
         self._places = ""
-        self._needs_mirror = needs_mirror
         self._mirror: Mirror | None = None
         self._pin: Pin | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -92,7 +100,8 @@ class Handoff:
             if started_from is not None:
                 self.start_version, self.start_digest = started_from.version, started_from.state_digest
             self._version = self.start_version
-            if needs_mirror and self._area.read_mirror_target() is None:
+            self._needs_mirror = needs_mirror or (needs_absolute and self.read_run().has_differences)
+            if self._needs_mirror and self._area.read_mirror_target() is None:
                 self._area.write(self._area.mirror_target, str(self.start_version).encode())
             self.set_places(places)
         except BaseException:

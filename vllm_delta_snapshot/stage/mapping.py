@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Map: an update's patches -> lanes, the elements of one worker by live storage, ready for one indexed write each.
+"""Map: an update's changes -> lanes, the elements of one worker by live storage, ready for one indexed write each.
 
-A lane is what the pause needs and nothing else: storage positions and new values, and beside them the seeds with which
-the worker proves the old values (format/digest.py) without knowing checkpoint positions. The stager maps and writes
-lanes to files that workers map into memory; a worker without a stager maps for itself.
+A lane is what the pause needs and nothing else: storage positions and values, and beside them the seeds with which
+the worker proves old and new values (format/digest.py) without knowing checkpoint positions. Differences stay
+differences: the worker has the old values. The stager maps and writes lanes to files that workers map into memory; a
+worker without a stager maps for itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vllm_delta_snapshot.errors import ApplyError, CorruptFile
 from vllm_delta_snapshot.format.digest import term_seeds
 from vllm_delta_snapshot.format.safetensors_io import MappedFile, NamedBits, file_chunks
 from vllm_delta_snapshot.stage.places import Index, PlaceMap
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+from vllm_delta_snapshot.types import Change, TensorPatch, TensorSpec
 
 __all__ = ["Lane", "Run", "map_update", "read_lanes", "write_lanes"]
 
@@ -55,6 +56,7 @@ class Lane:
         values: the new bit patterns, in the checkpoint's type, shape ``(k,)``.
         seeds: see `term_seeds`, uint64, shape ``(k,)``.
         runs: which tensors they are; none is empty.
+        relative: where True, ``values`` holds a difference, to be added to the old bit pattern; ``None``: nowhere.
     """
 
     storage: int
@@ -63,6 +65,7 @@ class Lane:
     values: Bits
     seeds: NDArray[np.uint64]
     runs: Sequence[Run]
+    relative: NDArray[np.bool_] | None = None
 
     @property
     def size(self) -> int:
@@ -74,21 +77,43 @@ class Lane:
         """Where each run begins."""
         return np.array([run.start for run in self.runs], np.int64)
 
+    def resolve(self, old: Bits) -> Bits:
+        """Return the new bit patterns for given old ones, both in the checkpoint's type, shape ``(k,)``."""
+        if self.relative is None:
+            return self.values
+        new: Bits = old * self.relative  # in unsigned integers of the same width: the old one, or 0
+        new += self.values
+        return new
+
 
 @dataclass(slots=True)
 class _Growing:
     index: list[Index]
     values: list[Bits]
     seeds: list[NDArray[np.uint64]]
+    relative: list[NDArray[np.bool_]]
     runs: list[Run]
     size: int = 0
 
+    def lane(self, storage: int, dtype: str) -> Lane:
+        """Return what has grown."""
+        relative = np.concatenate(self.relative)
+        return Lane(
+            storage,
+            dtype,
+            np.concatenate(self.index),
+            np.concatenate(self.values),
+            np.concatenate(self.seeds),
+            tuple(self.runs),
+            relative if relative.any() else None,
+        )
 
-def map_update(patches: Sequence[TensorPatch], places: PlaceMap) -> list[Lane]:
+
+def map_update(changes: Sequence[Change], places: PlaceMap) -> list[Lane]:
     """Find every changed element that a worker holds.
 
     Args:
-        patches: the update; tensors that the worker does not hold are left out.
+        changes: the update; tensors that the worker does not hold are left out.
         places: the worker's.
 
     Returns:
@@ -98,27 +123,32 @@ def map_update(patches: Sequence[TensorPatch], places: PlaceMap) -> list[Lane]:
         ApplyError: tensors that share memory in the engine are to become different.
     """
     growing: dict[tuple[int, str], _Growing] = {}
-    for patch in patches:
-        if not patch.changed:
+    for change in changes:
+        if not change.changed:
             continue
-        positions = patch.positions.astype(np.int64)
-        seeds = term_seeds(patch.spec, positions)
-        for number, piece in enumerate(places.pieces.get(patch.spec.name, ())):
+        positions = change.positions.astype(np.int64)
+        seeds = term_seeds(change.spec, positions)
+        relative = _relative(change)
+        for number, piece in enumerate(places.pieces.get(change.spec.name, ())):
             selected, index = piece.map(positions)
             if not index.size:
                 continue
-            lane = growing.setdefault((piece.storage, patch.spec.dtype), _Growing([], [], [], []))
-            lane.runs.append(Run(patch.spec.name, number, lane.size))
+            lane = growing.setdefault((piece.storage, change.spec.dtype), _Growing([], [], [], [], []))
+            lane.runs.append(Run(change.spec.name, number, lane.size))
             lane.index.append(index)
-            lane.values.append(patch.values[selected])
+            lane.values.append(change.values[selected])
             lane.seeds.append(seeds[selected])
+            lane.relative.append(relative[selected])
             lane.size += int(index.size)
-    lanes = [
-        Lane(storage, dtype, np.concatenate(g.index), np.concatenate(g.values), np.concatenate(g.seeds), tuple(g.runs))
-        for (storage, dtype), g in growing.items()
-    ]
+    lanes = [lane.lane(storage, dtype) for (storage, dtype), lane in growing.items()]
     _check_shared(lanes, places)
     return lanes
+
+
+def _relative(change: Change) -> NDArray[np.bool_]:
+    if isinstance(change, TensorPatch):
+        return np.zeros(change.changed, np.bool_)
+    return np.ones(change.changed, np.bool_) if change.absolute is None else ~change.absolute
 
 
 def _check_shared(lanes: Sequence[Lane], places: PlaceMap) -> None:
@@ -132,9 +162,13 @@ def _check_shared(lanes: Sequence[Lane], places: PlaceMap) -> None:
         same = np.flatnonzero(index[order][1:] == index[order][:-1])
         if not same.size:
             continue
-        if len({lane.dtype for lane in inside}) == 1:
+        if len({(lane.dtype, lane.relative is None) for lane in inside}) == 1:
             values = np.concatenate([lane.values for lane in inside])[order]
-            same = same[values[same] != values[same + 1]]
+            is_same = values[same] == values[same + 1]
+            if inside[0].relative is not None:
+                relative = np.concatenate([lane.relative for lane in inside if lane.relative is not None])[order]
+                is_same &= relative[same] == relative[same + 1]
+            same = same[~is_same]
         if same.size:
             raise ApplyError(
                 "tensors that are one in the engine (tied weights) are to become different",
@@ -162,6 +196,9 @@ def write_lanes(folder: Path, lanes: Sequence[Lane], head: Mapping[str, object])
             ("seeds", "U64", lane.seeds),
         ):
             tensors.append(NamedBits(TensorSpec(f"{number}.{key}", (lane.size,), dtype), array))
+        if lane.relative is not None:
+            spec = TensorSpec(f"{number}.relative", (lane.size,), "U8")
+            tensors.append(NamedBits(spec, lane.relative.view(np.uint8)))
     described = [
         {"storage": lane.storage, "dtype": lane.dtype, "runs": [[run.name, run.piece, run.start] for run in lane.runs]}
         for lane in lanes
@@ -189,6 +226,7 @@ def read_lanes(folder: Path) -> tuple[list[Lane], dict[str, object]]:
                 file.bits(f"{number}.values"),
                 file.bits(f"{number}.seeds"),
                 tuple(Run(*run) for run in entry["runs"]),
+                file.bits(relative).view(np.bool_) if (relative := f"{number}.relative") in file.specs else None,
             )
             for number, entry in enumerate(described["lanes"])
         ]

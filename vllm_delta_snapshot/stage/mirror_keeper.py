@@ -21,7 +21,7 @@ __all__ = ["MirrorKeeper"]
 logger = logging.getLogger(__name__)
 
 UpdateBetween = Callable[[int, int], tuple[DeltaMetadata, list[TensorPatch]]]
-"""Returns the update from one version to another, staged."""
+"""Returns the update from one version to another, staged, of absolute values."""
 
 
 class MirrorKeeper:
@@ -57,7 +57,7 @@ class MirrorKeeper:
                     patches,
                     version=version,
                     state_digest=metadata.state_digest,
-                    old_digests={entry.name: entry.old_digest for entry in metadata.tensors},
+                    old_digests={entry.name: entry.old_digest for entry in metadata.tensors if entry.old_digest},
                 )
             except (BaseMismatch, VerifyError) as error:
                 # Its weights are not what its marker says: somebody else wrote them.
@@ -67,6 +67,15 @@ class MirrorKeeper:
                 logger.info("mirror version=%d", version)
         except MirrorBusy:
             logger.debug("the mirror is held; trying again")
+
+    def at(self, version: int) -> Mirror | None:
+        """Return the mirror if it is at `version` now; it stands still until the next `keep`."""
+        try:
+            mirror = Mirror.open(self._area.mirror)
+        except (FormatError, StoreError):
+            return None  # `keep` makes it anew
+        is_there = mirror is not None and mirror.run_id == self._run_id and not mirror.is_torn
+        return mirror if mirror is not None and is_there and mirror.version == version else None
 
     def _open(self) -> Mirror:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay a run from its base: the plan of the way there, and each version's patches in turn.
+"""Replay a run from its base: the plan of the way there, and each version's changes in turn.
 
 For those who walk a run as a whole (a trainer that resumes, materialize, verify). The stager keeps what it fetched and
 does not use this.
@@ -18,7 +18,7 @@ from vllm_delta_snapshot.format.version import VersionRecord
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.decode import decode
 from vllm_delta_snapshot.stage.fetch import fetch
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+from vllm_delta_snapshot.types import Change, TensorSpec
 
 __all__ = ["opened_version", "plan_from_base"]
 
@@ -42,7 +42,7 @@ def plan_from_base(folder: RunFolder, version: int) -> ChainPlan:
 @contextlib.contextmanager
 def opened_version(
     folder: RunFolder, record: VersionRecord, specs: Mapping[str, TensorSpec], *, scratch: Path | None = None
-) -> Iterator[tuple[DeltaMetadata, list[TensorPatch]]]:
+) -> Iterator[tuple[DeltaMetadata, list[Change]]]:
     """Fetch, check and decode one version; its local files are gone afterwards.
 
     Args:

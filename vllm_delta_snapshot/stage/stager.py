@@ -15,35 +15,29 @@ import logging
 import os
 import shutil
 import time
-import uuid
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Sequence
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.delta_folder import Lineage, WriterNotes, write_delta_folder
 from vllm_delta_snapshot.errors import (
     BaseMismatch,
     BrokenChain,
     DeltaSnapshotError,
-    OutOfOrder,
     StageError,
 )
 from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.digest import format_digest
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
-from vllm_delta_snapshot.format.openrl import read_folder_metadata
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.area import Problem, StageArea, StagerState, pair_of
-from vllm_delta_snapshot.stage.assemble import assemble_back, assemble_forward
 from vllm_delta_snapshot.stage.attachment import Worker, living_workers
-from vllm_delta_snapshot.stage.decode import decode
 from vllm_delta_snapshot.stage.fetched import FetchedVersions
 from vllm_delta_snapshot.stage.mapping import map_update, write_lanes
 from vllm_delta_snapshot.stage.mirror_keeper import MirrorKeeper
 from vllm_delta_snapshot.stage.places import PlaceMap
 from vllm_delta_snapshot.stage.tensor_digests import TensorDigests
+from vllm_delta_snapshot.stage.update_folders import UpdateFolders, appearing
 from vllm_delta_snapshot.store import open_store
-from vllm_delta_snapshot.store.posix import PosixStore
-from vllm_delta_snapshot.types import TensorPatch
+from vllm_delta_snapshot.types import Change, TensorDifference
 
 __all__ = ["Stager"]
 
@@ -104,15 +98,14 @@ class Stager:
 
     def _start(self) -> None:
         run = self._folder.read_run()
-        checkpoint = self._checkpoint = Checkpoint(self._config.checkpoint)
+        checkpoint = Checkpoint(self._config.checkpoint)
         checkpoint.check_fits(dict(run.specs()), what=f"run {run.run_id}")
         self._area.begin_run(run)
         version = self._version_of(checkpoint, run.base.state_digest)
-        self._specs = run.specs()
-        self._run_id = run.run_id
-        self._fetched = FetchedVersions(self._folder, self._area, self._specs, version, checkpoint.state_digest)
+        self._fetched = FetchedVersions(self._folder, self._area, run.specs(), version, checkpoint.state_digest)
         self._digests = TensorDigests(self._folder, checkpoint, version)
         self._mirror = MirrorKeeper(self._area, checkpoint, run.run_id, version)
+        self._updates = UpdateFolders(self._area, run.run_id, self._fetched, checkpoint, version, self._mirror)
         # A stager that takes over from a dead one has no use for what all workers have already.
         newest = min((worker.version for worker in living_workers(self._area, version)), default=version)
         update = {
@@ -146,8 +139,7 @@ class Stager:
             if time.monotonic() < self._pair_retry_at.get((base, version), 0.0):
                 continue
             try:
-                if not self._area.staged_folder(base, version).exists():
-                    self._stage(base, version)
+                self._updates.stage(base, version)
                 for worker in sorted(workers):
                     if worker.version == base and worker.places:
                         self._map(base, version, worker.places)
@@ -176,18 +168,13 @@ class Stager:
         if target is None or not is_time or not self._state.start_version <= target <= self._state.newest:
             return
         try:
-            self._mirror.keep(target, self._update_between)
+            self._mirror.keep(target, self._updates.absolute)
             if self._state.mirror_error is not None:
                 self._set_state(self._state.model_copy(update={"mirror_error": None}))
         except DeltaSnapshotError as error:
             logger.warning("cannot bring the mirror to version=%d: %s", target, error)
             self._mirror_retry_at = time.monotonic() + self._config.retry_interval_s
             self._set_state(self._state.model_copy(update={"mirror_error": error.to_fields()}))
-
-    def _update_between(self, base: int, version: int) -> tuple[DeltaMetadata, list[TensorPatch]]:
-        if not self._area.staged_folder(base, version).exists():
-            self._stage(base, version)
-        return self._staged(base, version)
 
     def _fetch_new(self) -> None:
         """Fetch and check every new version, in order; stop at the first that is wrong."""
@@ -217,18 +204,6 @@ class Stager:
                 pairs.add(pair)
         return sorted(pairs)
 
-    def _stage(self, base: int, version: int) -> None:
-        started = time.monotonic()
-        with _appearing(self._area.staged_folder(base, version)) as work:
-            if version == base + 1:
-                self._fetched.load(version)
-                self._stage_one(version, work)
-            elif version > base:
-                self._stage_merged(base, version, work)
-            else:
-                self._stage_back(base, version, work)
-        logger.info("staged base=%d version=%d seconds=%.3f", base, version, time.monotonic() - started)
-
     def _map(self, base: int, version: int, places: str) -> None:
         final = self._area.mapped_folder(base, version, places)
         if final.exists():
@@ -236,63 +211,10 @@ class Stager:
         started = time.monotonic()
         if places not in self._places:
             self._places[places] = PlaceMap.load(self._area.places / places)
-        metadata, patches = self._staged(base, version)
-        with _appearing(final) as work:
-            write_lanes(work, map_update(patches, self._places[places]), _head(metadata))
+        metadata, changes = self._updates.read(base, version)
+        with appearing(final) as work:
+            write_lanes(work, map_update(changes, self._places[places]), _head(metadata, changes))
         logger.info("mapped base=%d version=%d seconds=%.3f", base, version, time.monotonic() - started)
-
-    def _staged(self, base: int, version: int) -> tuple[DeltaMetadata, list[TensorPatch]]:
-        if version == base + 1 and version in self._fetched:
-            return self._fetched.metadata(version), self._fetched.patches(version)
-        staged = self._area.staged_folder(base, version)
-        metadata = read_folder_metadata(staged)
-        if not isinstance(metadata, DeltaMetadata):
-            raise StageError("a staged update lost its lineage", file=str(staged))
-        return metadata, decode(metadata, staged, self._specs)
-
-    def _stage_one(self, version: int, work: Path) -> None:
-        metadata = self._fetched.metadata(version)
-        for entry in metadata.files:
-            os.link(self._area.fetched_folder(version) / entry.name, work / entry.name)
-        (work / layout.METADATA_NAME).write_bytes(metadata.to_json())
-
-    def _stage_merged(self, base: int, version: int, work: Path) -> None:
-        steps = self._fetched.load_all(base + 1, version)
-        digested = assemble_forward(
-            [self._fetched.patches(step) for step in steps], [self._fetched.metadata(step) for step in steps]
-        )
-        last = self._fetched.metadata(version)
-        lineage = self._lineage(base, version, last.total_elements)
-        notes = WriterNotes(base_model=last.base_model, step=last.step)
-        write_delta_folder(PosixStore(work.parent), work.name, last.publication_id, lineage, digested, notes)
-
-    def _stage_back(self, base: int, version: int, work: Path) -> None:
-        start = self._state.start_version
-        if version < start:
-            raise OutOfOrder(
-                "cannot go back to before the engine's checkpoint",
-                file=str(self._checkpoint.folder),
-                expected=f"version {start} or later",
-                found=f"version {version}",
-                hint="Start an engine from that version: delta-snapshot materialize <sync_dir>@N <folder>",
-            )
-        before = [self._fetched.patches(step) for step in self._fetched.load_all(start + 1, version)]
-        undone = self._fetched.load_all(version + 1, base)
-        digested = assemble_back(before, [self._fetched.patches(step) for step in undone], self._checkpoint.bits)
-        last = self._fetched.metadata(base)
-        lineage = self._lineage(base, version, last.total_elements)
-        notes = WriterNotes(base_model=last.base_model)
-        write_delta_folder(PosixStore(work.parent), work.name, last.publication_id, lineage, digested, notes)
-
-    def _lineage(self, base: int, version: int, total_elements: int) -> Lineage:
-        return Lineage(
-            run_id=self._run_id,
-            version=version,
-            base_version=base,
-            base_state_digest=self._fetched.state_digest(base),
-            state_digest=self._fetched.state_digest(version),
-            total_elements=total_elements,
-        )
 
     def _prune(self, bases: set[int]) -> None:
         """Forget what no living worker can need any more."""
@@ -323,19 +245,7 @@ class Stager:
         self._area.write(self._area.state, state.to_json())
 
 
-@contextlib.contextmanager
-def _appearing(final: Path) -> Iterator[Path]:
-    """Give a hidden folder to fill, which then appears as `final`; if filling fails, nothing does."""
-    work = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
-    try:
-        work.mkdir()
-        yield work
-        work.rename(final)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _head(metadata: DeltaMetadata) -> dict[str, object]:
+def _head(metadata: DeltaMetadata, changes: Sequence[Change]) -> dict[str, object]:
     """Return what a worker checks an update against."""
     return {
         "run_id": metadata.run_id,
@@ -343,5 +253,9 @@ def _head(metadata: DeltaMetadata) -> dict[str, object]:
         "base_version": metadata.base_version,
         "base_state_digest": metadata.base_state_digest,
         "state_digest": metadata.state_digest,
-        "tensors": [[entry.name, entry.changed, entry.old_digest] for entry in metadata.tensors],
+        "has_differences": any(isinstance(change, TensorDifference) for change in changes),
+        "tensors": [
+            [entry.name, entry.changed, entry.old_digest, format_digest(entry.moves_digest)]
+            for entry in metadata.tensors
+        ],
     }

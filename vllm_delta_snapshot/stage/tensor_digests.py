@@ -51,8 +51,7 @@ class TensorDigests:
         for step in range(start + 1, version + 1):
             metadata = self._folder.read_metadata(self._folder.read_version(step))
             for entry in metadata.tensors:
-                move = int(entry.new_digest, 16) - int(entry.old_digest, 16)
-                digests[entry.name] = add_digests(digests[entry.name], move)
+                digests[entry.name] = add_digests(digests[entry.name], entry.moves_digest)
             found = format_digest(add_digests(*digests.values()))
             if found != metadata.state_digest:
                 raise BaseMismatch(

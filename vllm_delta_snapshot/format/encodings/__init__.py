@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one tensor's patch becomes arrays in a container: one class a file, all with the contract of `base`."""
+"""How changes become arrays in a container: small interchangeable classes, all with the contract of `base`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,25 @@ from typing import Final
 
 from vllm_delta_snapshot.errors import UnsupportedFormat
 from vllm_delta_snapshot.format.encodings.base import Encoding
-from vllm_delta_snapshot.format.encodings.raw import Raw
+from vllm_delta_snapshot.format.encodings.compact import Compact
+from vllm_delta_snapshot.format.encodings.positions import All, Bitmap, Gaps
+from vllm_delta_snapshot.format.encodings.raw import Raw, RawDifference
+from vllm_delta_snapshot.format.encodings.values import Planes, Signs
 
 __all__ = ["ENCODINGS", "Encoding", "encoding_of"]
 
-ENCODINGS: Final[dict[str, Encoding]] = {encoding.name: encoding for encoding in (Raw(),)}
+_ALL: Final[tuple[Encoding, ...]] = (
+    Raw(),
+    RawDifference(),
+    Compact("packed", Gaps(), Planes()),
+    Compact("bitmap", Bitmap(), Planes()),
+    Compact("dense", All(), Planes()),
+    Compact("difference", Gaps(), Signs()),
+    Compact("bitmap_difference", Bitmap(), Signs()),
+    Compact("dense_difference", All(), Signs()),
+)
+
+ENCODINGS: Final[dict[str, Encoding]] = {encoding.name: encoding for encoding in _ALL}
 """Every encoding this reader knows, by its name in metadata."""
 
 

@@ -1,51 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`raw`: positions as int32 (int64 past 2**31 elements) and absolute values, the form of OpenRL's sparse_delta v2.
+"""`raw` and `raw_difference`: positions as int32 (int64 past 2**31 elements) and one value each, not compressed.
 
-Idempotent, and needs nothing from the receiver. 6 bytes per changed bf16 weight.
+`raw` is the form of OpenRL's sparse_delta v2: absolute values, 6 bytes per changed bf16 weight, idempotent.
+`raw_difference` holds new minus old; an optional bitmap says which values are absolute after all (docs/format.md). It
+is what a stager writes for its workers.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Final, cast
 
 import numpy as np
 
 from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.errors import CorruptFile
-from vllm_delta_snapshot.format.encodings.base import Part, Parts
-from vllm_delta_snapshot.types import Positions, TensorPatch, TensorSpec, position_dtype
+from vllm_delta_snapshot.format.encodings.base import Part, Parts, Stated, check_keys
+from vllm_delta_snapshot.types import Change, Positions, TensorDifference, TensorPatch, TensorSpec, position_dtype
 
-__all__ = ["Raw"]
+__all__ = ["Raw", "RawDifference"]
 
-_POSITION_CODES = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+_POSITION_CODES: Final = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+_KEYS: Final = frozenset({"indices", "values"})
 
 
 class Raw:
     """See the module."""
 
     name = "raw"
+    is_difference = False
+    is_joint = False
 
-    def encode(self, patch: TensorPatch) -> Parts:
+    def encode(self, changes: Sequence[Change]) -> Parts:
         """Return ``indices`` and ``values``; views where the types already fit."""
-        wanted = position_dtype(patch.spec.numel)
-        code = "I32" if wanted.itemsize == 4 else "I64"
-        return {
-            "indices": (code, patch.positions.astype(wanted, copy=False)),
-            "values": (patch.spec.dtype, patch.values),
-        }
+        [change] = changes
+        return _encode(change)
 
-    def decode(self, spec: TensorSpec, changed: int, parts: Parts) -> TensorPatch:
+    def decode(self, stated: Sequence[Stated], parts: Parts) -> list[Change]:
         """Check both arrays against the tensor and return views of them.
 
         Raises:
             CorruptFile: wrong arrays, types, lengths, or positions out of order or out of range.
         """
-        if set(parts) != {"indices", "values"}:
-            raise CorruptFile(
-                "wrong arrays", tensor=spec.name, expected="indices, values", found=", ".join(sorted(parts))
-            )
-        positions = _positions(spec, changed, parts["indices"])
-        return TensorPatch(spec, positions, _values(spec, changed, parts["values"]))
+        [item] = stated
+        check_keys(stated, parts, _KEYS)
+        return [TensorPatch(item.spec, *_decode(item, parts))]
+
+
+class RawDifference:
+    """See the module."""
+
+    name = "raw_difference"
+    is_difference = True
+    is_joint = False
+
+    def encode(self, changes: Sequence[Change]) -> Parts:
+        """Return ``indices``, ``values`` and, if there are any, a bitmap of the ``absolute`` ones."""
+        [change] = changes
+        parts = _encode(change)
+        if isinstance(change, TensorDifference) and change.absolute is not None:
+            parts["absolute"] = ("U8", np.packbits(change.absolute, bitorder="little"))
+        return parts
+
+    def decode(self, stated: Sequence[Stated], parts: Parts) -> list[Change]:
+        """Check the arrays against the tensor and return views of them.
+
+        Raises:
+            CorruptFile: wrong arrays, types, lengths, or positions out of order or out of range.
+        """
+        [item] = stated
+        check_keys(stated, parts, _KEYS | {"absolute"} if "absolute" in parts else _KEYS)
+        positions, values = _decode(item, parts)
+        absolute = None
+        if "absolute" in parts:
+            code, array = parts["absolute"]
+            if code != "U8":
+                raise CorruptFile("a bitmap has a wrong type", tensor=item.spec.name, expected="U8", found=code)
+            _check_length(item.spec, "bitmap bytes", -(-item.changed // 8), array.size)
+            absolute = np.unpackbits(array.view(np.uint8), count=item.changed, bitorder="little").view(np.bool_)
+        return [TensorDifference(item.spec, positions, values, absolute)]
+
+
+def _encode(change: Change) -> dict[str, Part]:
+    wanted = position_dtype(change.spec.numel)
+    code = "I32" if wanted.itemsize == 4 else "I64"
+    return {
+        "indices": (code, change.positions.astype(wanted, copy=False)),
+        "values": (change.spec.dtype, change.values),
+    }
+
+
+def _decode(item: Stated, parts: Parts) -> tuple[Positions, Bits]:
+    return _positions(item.spec, item.changed, parts["indices"]), _values(item.spec, item.changed, parts["values"])
 
 
 def _positions(spec: TensorSpec, changed: int, part: Part) -> Positions:

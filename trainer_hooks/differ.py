@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass over a source: every tensor compared with the baseline, piece by piece on threads, results in order."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from trainer_hooks.baseline import Baseline
+from trainer_hooks.diff import Piece, TensorDiff, diff_piece, join_pieces, pieces
+from trainer_hooks.source import ParameterSource
+from vllm_delta_snapshot.errors import SourceError
+from vllm_delta_snapshot.ordered import ordered_map
+from vllm_delta_snapshot.types import TensorSpec
+
+__all__ = ["Differ", "Fingerprints", "check_names"]
+
+Fingerprints = dict[tuple[str, ...], Hashable]
+"""By the names of a source item, its fingerprint when it was last published."""
+
+
+class Differ:
+    """See the module. Use it once.
+
+    Args:
+        source: the weights.
+        specs: the tensors of the base checkpoint.
+        baseline: what was published.
+        base_model: where the base checkpoint is, for messages.
+        known: the fingerprints of the last publication.
+
+    Attributes:
+        fingerprints: those of this pass, once it is at its end.
+        changed_tensors: how many tensors differed so far.
+        seconds: how long the consumer of `diffs` waited for it.
+    """
+
+    def __init__(
+        self,
+        source: ParameterSource,
+        specs: Mapping[str, TensorSpec],
+        baseline: Baseline,
+        base_model: str,
+        known: Fingerprints,
+    ) -> None:
+        self._source = source
+        self._specs = specs
+        self._baseline = baseline
+        self._base_model = base_model
+        self._known = known
+        self.fingerprints: Fingerprints = {}
+        self.changed_tensors = 0
+        self.seconds = 0.0
+
+    def diffs(self, pool: ThreadPoolExecutor | None) -> Iterator[TensorDiff]:
+        """Yield the tensors that differ, in the order of the source.
+
+        Args:
+            pool: threads to compare on; ``None`` for the caller's.
+
+        Raises:
+            SourceError: a tensor is missing, doubled, unknown or does not fit. What was yielded must not be published.
+        """
+        started = time.monotonic()
+        found: list[TensorDiff] = []
+        for piece, diff in ordered_map(lambda piece: (piece, diff_piece(piece)), self._pieces(), pool):
+            if diff is not None:
+                found.append(diff)
+            if piece.is_last and found:
+                self.changed_tensors += 1
+                whole, found = join_pieces(found), []
+                self.seconds += time.monotonic() - started
+                yield whole
+                started = time.monotonic()
+        self.seconds += time.monotonic() - started
+
+    def _pieces(self) -> Iterator[Piece]:
+        seen: list[str] = []
+        for item in self._source.items(self._specs):
+            if item.fingerprint is not None:
+                self.fingerprints[item.names] = item.fingerprint
+                if self._known.get(item.names) == item.fingerprint:
+                    seen.extend(item.names)
+                    continue
+            for name, tensor in item.load():
+                seen.append(name)
+                yield from self._pieces_of(name, tensor)
+        check_names(seen, self._specs, self._base_model)
+
+    def _pieces_of(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        spec = self._specs.get(name)
+        if spec is None:
+            raise SourceError("tensor is not in the base checkpoint", tensor=name, found=tuple(tensor.shape))
+        return pieces(spec, self._baseline.bits(name), tensor)
+
+
+def check_names(seen: Iterable[str], specs: Mapping[str, TensorSpec], base_model: str) -> None:
+    """Check that a pass had every tensor of the base checkpoint, once.
+
+    Raises:
+        SourceError: it had not; names the tensors.
+    """
+    counts = Counter(seen)
+    problems = [f"{name} is missing" for name in specs if name not in counts]
+    problems += [f"{name} is not in the base checkpoint" for name in counts if name not in specs]
+    problems += [f"{name} comes {count} times" for name, count in counts.items() if count > 1]
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise SourceError(
+            "the tensors are not those of the base checkpoint",
+            file=base_model,
+            found="; ".join(problems[:8]) + more,
+            hint="Publish by checkpoint names: every tensor of the base, each once.",
+        )

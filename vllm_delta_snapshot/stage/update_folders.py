@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folders of staged updates: from any version that a worker has to any that it wants, in the form of a delta.
+
+One version is staged as it was fetched. Several are merged, or undone. On a host with a mirror, updates hold absolute
+values only: the mirror writes them twice after a death, and there are workers that cannot know their old values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.delta_folder import DigestedChange, Lineage, WriterNotes, write_delta_folder
+from vllm_delta_snapshot.dtypes import Bits
+from vllm_delta_snapshot.errors import BaseMismatch, CorruptFile, OutOfOrder, StageError
+from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.digest import add_digests, patch_digest
+from vllm_delta_snapshot.format.encodings import encoding_of
+from vllm_delta_snapshot.format.metadata import DeltaMetadata
+from vllm_delta_snapshot.format.openrl import read_folder_metadata
+from vllm_delta_snapshot.stage.area import StageArea
+from vllm_delta_snapshot.stage.assemble import assemble_absolute, assemble_back, assemble_forward
+from vllm_delta_snapshot.stage.decode import decode
+from vllm_delta_snapshot.stage.fetched import FetchedVersions
+from vllm_delta_snapshot.stage.mirror_keeper import MirrorKeeper
+from vllm_delta_snapshot.stage.resolve import resolve
+from vllm_delta_snapshot.store.posix import PosixStore
+from vllm_delta_snapshot.types import Change, TensorDifference, TensorPatch
+
+__all__ = ["UpdateFolders", "appearing"]
+
+logger = logging.getLogger(__name__)
+
+
+class UpdateFolders:
+    """See the module.
+
+    Args:
+        area: where the folders lie.
+        run_id: the run.
+        fetched: its versions.
+        checkpoint: the engines' checkpoint.
+        start: the version that it is.
+        mirror: the host's mirror, if there is one.
+    """
+
+    def __init__(
+        self,
+        area: StageArea,
+        run_id: str,
+        fetched: FetchedVersions,
+        checkpoint: Checkpoint,
+        start: int,
+        mirror: MirrorKeeper,
+    ) -> None:
+        self._area = area
+        self._run_id = run_id
+        self._fetched = fetched
+        self._checkpoint = checkpoint
+        self._start = start
+        self._mirror = mirror
+        self._as_fetched: set[tuple[int, int]] = set()
+
+    def stage(self, base: int, version: int) -> None:
+        """Have the update from `base` to `version` staged. Blocks; no work if it is.
+
+        Raises:
+            OutOfOrder: it would lead to before the engines' checkpoint.
+            DeltaSnapshotError: it cannot be had.
+        """
+        folder = self._area.staged_folder(base, version)
+        is_absolute = self._area.read_mirror_target() is not None
+        if folder.exists():
+            if not is_absolute or _is_absolute(_metadata(folder)):
+                return
+            self._clear(base, version)
+        started = time.monotonic()
+        with appearing(folder) as work:
+            if version == base + 1:
+                self._fetched.load(version)
+            if version == base + 1 and not (is_absolute and self._has_differences(version)):
+                self._link(version, work)
+                self._as_fetched.add((base, version))
+            else:
+                self._write(base, version, work, is_absolute=is_absolute)
+        logger.info("staged base=%d version=%d seconds=%.3f", base, version, time.monotonic() - started)
+
+    def read(self, base: int, version: int) -> tuple[DeltaMetadata, list[Change]]:
+        """Return a staged update.
+
+        Raises:
+            CorruptFile, UnsupportedFormat, ObjectNotFound: it is damaged.
+        """
+        if (base, version) in self._as_fetched and version in self._fetched:
+            return self._fetched.metadata(version), self._fetched.changes(version)
+        folder = self._area.staged_folder(base, version)
+        metadata = _metadata(folder)
+        return metadata, decode(metadata, folder, self._checkpoint.specs)
+
+    def absolute(self, base: int, version: int) -> tuple[DeltaMetadata, list[TensorPatch]]:
+        """Stage and return an update of absolute values, for the mirror.
+
+        Raises:
+            DeltaSnapshotError: it cannot be had.
+        """
+        self.stage(base, version)
+        metadata, changes = self.read(base, version)
+        patches = [change for change in changes if isinstance(change, TensorPatch)]
+        if len(patches) < len(changes):
+            raise StageError("an update holds differences where a mirror is kept", hint="Ask again.")
+        return metadata, patches
+
+    def _has_differences(self, version: int) -> bool:
+        return any(isinstance(change, TensorDifference) for change in self._fetched.changes(version))
+
+    def _clear(self, base: int, version: int) -> None:
+        """Take back an update of differences, now that absolute values are wanted."""
+        self._as_fetched.discard((base, version))
+        shutil.rmtree(self._area.staged_folder(base, version), ignore_errors=True)
+        for folder in self._area.mapped.glob(f"{self._area.staged_folder(base, version).name}-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _link(self, version: int, work: Path) -> None:
+        metadata = self._fetched.metadata(version)
+        for entry in metadata.files:
+            os.link(self._area.fetched_folder(version) / entry.name, work / entry.name)
+        (work / layout.METADATA_NAME).write_bytes(metadata.to_json())
+
+    def _write(self, base: int, version: int, work: Path, *, is_absolute: bool) -> None:
+        digested = self._forward(base, version) if version > base else self._back(base, version)
+        if is_absolute:
+            digested = self._to_absolute(digested, base, version)
+        last = self._fetched.metadata(max(base, version))
+        lineage = Lineage(self._run_id, version, base, self._fetched.state_digest(base), last.total_elements)
+        notes = WriterNotes(base_model=last.base_model, step=last.step if version > base else None)
+        store = PosixStore(work.parent)
+        written = write_delta_folder(store, work.name, last.publication_id, lineage, digested, lambda: notes)
+        expected = self._fetched.state_digest(version)
+        if written.metadata.state_digest != expected:
+            raise CorruptFile(
+                f"the versions between {base} and {version} do not lead there",
+                expected=f"state digest {expected}",
+                found=f"state digest {written.metadata.state_digest}",
+                hint="Check the run: delta-snapshot verify <sync_dir>",
+            )
+
+    def _forward(self, base: int, version: int) -> Iterator[DigestedChange]:
+        steps = self._fetched.load_all(base + 1, version)
+        return assemble_forward(
+            [self._fetched.changes(step) for step in steps], [self._fetched.metadata(step) for step in steps]
+        )
+
+    def _back(self, base: int, version: int) -> Iterator[DigestedChange]:
+        if version < self._start:
+            raise OutOfOrder(
+                "cannot go back to before the engine's checkpoint",
+                file=str(self._checkpoint.folder),
+                expected=f"version {self._start} or later",
+                found=f"version {version}",
+                hint="Start an engine from that version: delta-snapshot materialize <sync_dir>@N <folder>",
+            )
+        undone = self._fetched.load_all(version + 1, base)
+        return assemble_back(
+            lambda: self._from_start(version),
+            [self._fetched.changes(step) for step in undone],
+            [self._fetched.metadata(step) for step in undone],
+            self._checkpoint.bits,
+        )
+
+    def _to_absolute(self, digested: Iterator[DigestedChange], base: int, version: int) -> Iterator[DigestedChange]:
+        """Resolve differences, by the mirror if it is at one end of the update, else from the checkpoint on."""
+        items = list(digested)
+        mirror = self._mirror.at(base)
+        if mirror is not None:
+            try:
+                return iter([_resolved(item, mirror.bits(item.change.spec.name)) for item in items])
+            except BaseMismatch as error:
+                logger.warning("the mirror is not what it says: %s", error)  # it is made anew when it is to move
+        elif (mirror := self._mirror.at(version)) is not None:
+            return assemble_absolute(iter(items), list, mirror.bits)
+        return assemble_absolute(iter(items), lambda: self._from_start(version), self._checkpoint.bits)
+
+    def _from_start(self, version: int) -> list[list[Change]]:
+        return [self._fetched.changes(step) for step in self._fetched.load_all(self._start + 1, version)]
+
+
+@contextlib.contextmanager
+def appearing(final: Path) -> Iterator[Path]:
+    """Give a hidden folder to fill, which then appears as `final`; if filling fails, nothing does."""
+    work = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
+    try:
+        work.mkdir()
+        yield work
+        work.rename(final)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _resolved(item: DigestedChange, bits: Bits) -> DigestedChange:
+    change = item.change
+    if isinstance(change, TensorPatch):
+        return item
+    old = bits[change.positions]
+    move = add_digests(item.new_digest, -(item.old_digest or 0))
+    patch = resolve(change, old, old_digest=item.old_digest, move=move)
+    before = patch_digest(change.spec, change.positions, old)
+    return DigestedChange(patch, before, add_digests(before, move))
+
+
+def _metadata(folder: Path) -> DeltaMetadata:
+    metadata = read_folder_metadata(folder)
+    if not isinstance(metadata, DeltaMetadata):
+        raise StageError("a staged update lost its lineage", file=str(folder))
+    return metadata
+
+
+def _is_absolute(metadata: DeltaMetadata) -> bool:
+    return not any(encoding_of(entry.encoding).is_difference for entry in metadata.tensors)
