@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm lint typecheck format bench bench-publish bench-apply bench-gpu-apply clean
+.PHONY: help setup demo test test-fast test-vllm lint typecheck format bench bench-publish bench-encodings bench-apply bench-gpu-apply clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -46,10 +46,13 @@ format: $(STAMPS)/base  ## ruff: rewrite
 typecheck: $(STAMPS)/base  ## mypy, strict
 	$(BIN)/mypy
 
-bench: bench-publish bench-apply  ## Measure, side by side, and write docs/performance.md
+bench: bench-publish bench-encodings bench-apply  ## Measure, side by side, and write docs/performance.md
 
 bench-publish: $(STAMPS)/engine  ## What publishing costs the trainer
 	$(BIN)/python -m benchmarks.publish
+
+bench-encodings: $(STAMPS)/demo  ## Bytes and speed of the encodings on recorded training steps, beside what others send
+	$(BIN)/python -m benchmarks.encodings
 
 bench-apply: $(STAMPS)/engine  ## What applying costs inside the pause, against vLLM's own loader
 	$(BIN)/python -m benchmarks.apply

@@ -199,7 +199,7 @@ class _Engine:
         lanes, _ = read_lanes(folder)
         changed = {patch.spec.name: patch.changed for patch in patches}
         old = {p.spec.name: format_digest(patch_digest(p.spec, p.positions, p.values ^ np.uint16(1))) for p in patches}
-        return Update(1, "", changed, old if proven else {}, lanes, lambda: patches)
+        return Update(1, "", changed, old if proven else {}, {}, lanes, lambda: patches)
 
 
 def _measure_update(

@@ -72,7 +72,7 @@ def _measure(weights: dict[str, torch.Tensor], base: Path, sync_dir: Path, densi
         times["diff"].append(time.perf_counter() - started)
         for patch in patches:
             if patch is not None:
-                baseline[patch.spec.name][patch.positions] = patch.values
+                baseline[patch.spec.name][patch.positions] = patch.new
         started = time.perf_counter()
         report = publisher.publish().report
         times["publish"].append(time.perf_counter() - started)

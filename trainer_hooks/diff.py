@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_hooks.kernel import Kernel, load_kernel
+from trainer_hooks.kernel import load_kernel
 from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.format.digest import add_digests, patch_digest, tensor_key
@@ -25,14 +25,17 @@ from vllm_delta_snapshot.types import Positions, TensorSpec, position_dtype
 
 __all__ = ["Piece", "TensorDiff", "check_castable", "diff_piece", "diff_tensor", "join_pieces", "pieces", "tensor_bits"]
 
-CHUNK_ELEMENTS: Final = 1 << 18
-"""256 Ki elements: both sides and the mask stay in the cache (docs/design.md, "Diff")."""
+CHUNK_ELEMENTS: Final = 1 << 19
+"""512 Ki elements: both sides and the mask stay in the cache (docs/design.md, "Diff")."""
 
 PIECE_ELEMENTS: Final = 1 << 22
 """4 Mi elements: what one thread compares at a time."""
 
 _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OF_THREAD: Final = threading.local()
+
+Found = tuple[NDArray[np.signedinteger], Bits, Bits]
+"""Positions, and the old and new bits there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,33 +96,36 @@ def pieces(spec: TensorSpec, baseline: Bits, tensor: torch.Tensor) -> Iterator[P
         yield Piece(spec, start, baseline[start:end], flat[start:end], end >= spec.numel)
 
 
-def diff_piece(piece: Piece) -> TensorDiff | None:
+def diff_piece(piece: Piece, *, is_digested: bool = True) -> TensorDiff | None:
     """Compare a piece with its baseline. Blocks; on an accelerator it copies chunk by chunk to the host.
+
+    Args:
+        piece: what to compare.
+        is_digested: whether to compute the digests; a benchmark that has no use for them gets zeros.
 
     Returns:
         The difference, with arrays of its own; ``None`` if there is none.
     """
     spec = piece.spec
-    kernel = load_kernel()
-    chunks: list[tuple[Positions, Bits, Bits]] = []
-    for start in range(0, piece.baseline.size, CHUNK_ELEMENTS):
-        current = tensor_bits(piece.current[start : start + CHUNK_ELEMENTS], spec)
-        baseline = piece.baseline[start : start + CHUNK_ELEMENTS]
-        if kernel is not None and kernel.takes(current, baseline):
-            found, old, new = _find_by_kernel(kernel, current, baseline)
-        else:
-            found = _find(current, baseline)
-            old, new = baseline[found], current[found]
-        if found.size:
-            positions = found.astype(position_dtype(spec.numel))
-            positions += piece.start + start
-            chunks.append((positions, old, new))
-    if not chunks:
+    found = [_find(start, tensor_bits(current, spec), baseline) for start, current, baseline in _chunks(piece)]
+    found = [item for item in found if item[0].size]
+    if not found:
         return None
-    positions = np.concatenate([found for found, _, _ in chunks])
-    old = np.concatenate([values for _, values, _ in chunks])
-    new = np.concatenate([values for _, _, values in chunks])
-    return TensorDiff(spec, positions, old, new, _digest(spec, positions, old), _digest(spec, positions, new))
+    positions, old, new = (
+        found[0] if len(found) == 1 else [np.concatenate(arrays) for arrays in zip(*found, strict=True)]
+    )
+    positions = positions.astype(position_dtype(spec.numel))
+    positions += piece.start
+    digests = [_digest(spec, positions, values) for values in (old, new)] if is_digested else [0, 0]
+    return TensorDiff(spec, positions, old, new, *digests)
+
+
+def _chunks(piece: Piece) -> Iterator[tuple[int, torch.Tensor, Bits]]:
+    """Cut a piece so that a cast or a copy to the host stays in the cache; leave it whole where there is none."""
+    is_plain = piece.current.device.type == "cpu" and _serving(piece.spec) is piece.current.dtype
+    size = piece.baseline.size if is_plain else CHUNK_ELEMENTS
+    for start in range(0, piece.baseline.size, max(1, size)):
+        yield start, piece.current[start : start + size], piece.baseline[start : start + size]
 
 
 def join_pieces(diffs: Sequence[TensorDiff]) -> TensorDiff:
@@ -142,7 +148,28 @@ def diff_tensor(spec: TensorSpec, baseline: Bits, tensor: torch.Tensor) -> Tenso
     return join_pieces(diffs) if diffs else None
 
 
-def _find(current: Bits, baseline: Bits) -> Positions:
+def _find(start: int, current: Bits, baseline: Bits) -> Found:
+    """Return where two arrays differ, counted from `start` on, and the values there, old and new."""
+    kernel = load_kernel()
+    if kernel is not None and kernel.takes(current, baseline):
+        positions, old, new = _buffers(current)
+        count = kernel.find(current, baseline, positions, old, new)
+        return positions[:count] + start, old[:count].copy(), new[:count].copy()
+    chunks: list[Found] = []
+    for first in range(0, current.size, CHUNK_ELEMENTS):
+        now, before = current[first : first + CHUNK_ELEMENTS], baseline[first : first + CHUNK_ELEMENTS]
+        at = _positions(now, before)
+        # The positions are in range; mode="clip" only spares numpy the check.
+        chunks.append((at + (start + first), before.take(at, mode="clip"), now.take(at, mode="clip")))
+    return _joined(chunks)
+
+
+def _joined(found: Sequence[Found]) -> Found:
+    positions, old, new = zip(*found, strict=True)
+    return np.concatenate(positions), np.concatenate(old), np.concatenate(new)
+
+
+def _positions(current: Bits, baseline: Bits) -> NDArray[np.int64]:
     """Return where two arrays differ.
 
     numpy's `flatnonzero` of bytes pays for every hit of a sparse mask; so it goes through eight elements at once
@@ -153,25 +180,23 @@ def _find(current: Bits, baseline: Bits) -> Positions:
     np.not_equal(current, baseline, out=differs[: current.size])
     words = differs.view(np.uint64)
     hits = np.flatnonzero(words != 0)
-    inside = np.flatnonzero(words[hits].view(np.bool_))
-    positions: Positions = hits[inside >> 3]
+    inside = np.flatnonzero(words.take(hits, mode="clip").view(np.bool_))
+    positions: NDArray[np.int64] = hits.take(inside >> 3, mode="clip")
     positions <<= 3
     inside &= 7
     positions += inside
     return positions
 
 
-def _find_by_kernel(kernel: Kernel, current: Bits, baseline: Bits) -> tuple[Positions, Bits, Bits]:
+def _buffers(like: Bits) -> tuple[NDArray[np.int32], Bits, Bits]:
+    """Return this thread's buffers for what a kernel finds; only as much of them is touched as it finds."""
     buffers: dict[np.dtype[np.unsignedinteger], tuple[NDArray[np.int32], Bits, Bits]]
-    buffers = getattr(_OF_THREAD, "buffers", {})
-    if current.dtype not in buffers:
-        # One element more than a chunk: the kernel writes before it knows whether it keeps.
-        old, new = np.empty(CHUNK_ELEMENTS + 1, current.dtype), np.empty(CHUNK_ELEMENTS + 1, current.dtype)
-        buffers[current.dtype] = (np.empty(CHUNK_ELEMENTS + 1, np.int32), old, new)
-        _OF_THREAD.buffers = buffers
-    positions, old, new = buffers[current.dtype]
-    count = kernel.find(current, baseline, positions, old, new)
-    return positions[:count], old[:count].copy(), new[:count].copy()
+    buffers = _OF_THREAD.__dict__.setdefault("buffers", {})
+    if like.dtype not in buffers or buffers[like.dtype][0].size <= like.size:
+        # One element more than there are: the kernel writes before it knows whether it keeps.
+        size = max(PIECE_ELEMENTS, like.size) + 1
+        buffers[like.dtype] = (np.empty(size, np.int32), np.empty(size, like.dtype), np.empty(size, like.dtype))
+    return buffers[like.dtype]
 
 
 def _digest(spec: TensorSpec, positions: Positions, values: Bits) -> int:
@@ -183,7 +208,7 @@ def _digest(spec: TensorSpec, positions: Positions, values: Bits) -> int:
 
 def tensor_bits(flat: torch.Tensor, spec: TensorSpec) -> Bits:
     """Return a flat tensor's bits in the serving dtype, on the host; a view where nothing had to be converted."""
-    served = flat.to(getattr(torch, spec.element.torch_name)).cpu().contiguous()
+    served = flat.to(_serving(spec)).cpu().contiguous()
     bits: Bits = served.view(_SIGNED[spec.element.itemsize]).numpy().view(spec.element.bits)
     return bits
 
@@ -202,7 +227,7 @@ def check_castable(spec: TensorSpec, tensor: torch.Tensor) -> None:
             expected=spec,
             found=f"{tensor.dtype} {list(tensor.shape)}",
         )
-    serving = getattr(torch, spec.element.torch_name)
+    serving = _serving(spec)
     if tensor.dtype == serving:
         return
     if not (tensor.dtype.is_floating_point and serving.is_floating_point and spec.element.itemsize > 1):
@@ -213,3 +238,9 @@ def check_castable(spec: TensorSpec, tensor: torch.Tensor) -> None:
             found=tensor.dtype,
             hint="Give the tensor in the dtype of the base checkpoint.",
         )
+
+
+def _serving(spec: TensorSpec) -> torch.dtype:
+    dtype = getattr(torch, spec.element.torch_name)
+    assert isinstance(dtype, torch.dtype)  # noqa: S101 - names come from our own table
+    return dtype

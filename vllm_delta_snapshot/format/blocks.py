@@ -68,6 +68,7 @@ class EncodedBlock:
 def group_blocks(placed: Iterable[Placed]) -> Iterator[Block]:
     """Put changes into blocks, each yielded as soon as it is full."""
     growing: dict[tuple[str, int], list[Placed]] = {}
+    changed: dict[tuple[str, int], int] = {}
     for item in placed:
         if not encoding_of(item.encoding).is_joint:
             yield Block(item.encoding, (item,))
@@ -75,7 +76,9 @@ def group_blocks(placed: Iterable[Placed]) -> Iterator[Block]:
         key = (item.encoding, item.change.spec.element.itemsize)
         members = growing.setdefault(key, [])
         members.append(item)
-        if sum(member.change.changed for member in members) >= BLOCK_CHANGES or len(members) == _BLOCK_TENSORS:
+        changed[key] = changed.get(key, 0) + item.change.changed
+        if changed[key] >= BLOCK_CHANGES or len(members) == _BLOCK_TENSORS:
+            del changed[key]
             yield Block(item.encoding, tuple(growing.pop(key)))
     for (encoding, _), members in growing.items():
         yield Block(encoding, tuple(members))

@@ -21,6 +21,7 @@ __all__ = ["POLICIES", "choose", "encodings_of"]
 
 _ABSOLUTE: Final = ("raw", "packed", "bitmap", "dense")
 _DIFFERENCE: Final = ("raw_difference", "difference", "bitmap_difference", "dense_difference")
+_DENSE: Final = ("dense", "dense_difference")
 _POLICIES: Final = {"auto": _ABSOLUTE + _DIFFERENCE, "absolute": _ABSOLUTE}
 
 POLICIES: Final = (*_POLICIES, *ENCODINGS)
@@ -29,7 +30,7 @@ POLICIES: Final = (*_POLICIES, *ENCODINGS)
 _BITMAP_FROM: Final = 1 / 8
 """The density from which a bitmap is no larger than gaps, and faster."""
 
-_SAMPLE: Final = 2048
+_SAMPLE: Final = 512
 
 
 def encodings_of(policy: str) -> tuple[str, ...]:
@@ -42,8 +43,11 @@ def encodings_of(policy: str) -> tuple[str, ...]:
         return _POLICIES[policy]
     if policy not in ENCODINGS:
         raise UnsupportedFormat("unknown encoding", expected=" ".join(POLICIES), found=policy)
+    alike = _DIFFERENCE if encoding_of(policy).is_difference else _ABSOLUTE
+    if policy in _DENSE:
+        return alike  # where not all elements change, it has to be another
     # What is forced may still come out larger than raw, which is then taken.
-    return tuple(dict.fromkeys((policy, "raw_difference" if encoding_of(policy).is_difference else "raw")))
+    return tuple(dict.fromkeys((policy, alike[0])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def choose(policy: str, spec: TensorSpec, positions: Positions, old: Bits, new: 
     else:
         is_difference = encoding_of(policy).is_difference
         name = policy
-        if policy in ("dense", "dense_difference") and positions.size != spec.numel:
+        if policy in _DENSE and positions.size != spec.numel:
             name = _of_density(spec, positions.size, is_difference)
     if is_difference:
         return Chosen(TensorDifference(spec, positions, new - old), name)

@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_delta_snapshot.errors import CorruptFile
+from vllm_delta_snapshot.errors import CorruptFile, LimitExceeded
 from vllm_delta_snapshot.format.encodings.base import Parts, Stated, check_keys, names_of
 from vllm_delta_snapshot.format.encodings.positions import PositionCoder
 from vllm_delta_snapshot.format.encodings.values import ValueCoder
@@ -54,7 +54,7 @@ class Compact:
             if is_mixed or isinstance(change, TensorDifference) != self.is_difference:
                 raise ValueError(f"{self.name} cannot write such a change of {change.spec.name}")
         starts = _starts([change.spec.numel for change in changes])
-        positions = np.empty(sum(change.changed for change in changes), np.int64)
+        positions = np.empty(sum(change.changed for change in changes), position_dtype(int(starts[-1])))
         for change, start, (first, last) in zip(changes, starts, _slices(changes), strict=False):
             np.add(change.positions, start, out=positions[first:last])
         values = changes[0].values if len(changes) == 1 else np.concatenate([change.values for change in changes])
@@ -65,15 +65,28 @@ class Compact:
         tensor = names_of(stated)
         itemsize = stated[0].spec.element.itemsize
         check_keys(stated, parts, self.positions.keys | self.values.keys(itemsize))
+        _check_counts(stated)
         starts = _starts([item.spec.numel for item in stated])
         count = sum(item.changed for item in stated)
-        positions = self.positions.decode(parts, count=count, numel=int(starts[-1]), tensor=tensor)
+        # Values first: where all elements change, nothing else in the file bears out how many there are.
         values = self.values.decode(parts, count=count, itemsize=itemsize, tensor=tensor)
+        positions = self.positions.decode(parts, count=count, numel=int(starts[-1]), tensor=tensor)
         kind = TensorDifference if self.is_difference else TensorPatch
         return [
             kind(item.spec, _own_positions(item, positions[first:last], int(start)), values[first:last])
             for item, start, (first, last) in zip(stated, starts, _slices(stated), strict=False)
         ]
+
+
+def _check_counts(stated: Sequence[Stated]) -> None:
+    for item in stated:
+        if item.changed > item.spec.numel:
+            raise CorruptFile(
+                "more changes than elements", tensor=item.spec.name, expected=item.spec.numel, found=item.changed
+            )
+    numel = sum(item.spec.numel for item in stated)
+    if numel >= 2**63:
+        raise LimitExceeded("block too large", tensor=names_of(stated), found=f"{numel} elements")
 
 
 def _own_positions(item: Stated, counted: NDArray[np.int64], start: int) -> NDArray[np.signedinteger]:

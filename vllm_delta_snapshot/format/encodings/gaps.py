@@ -27,11 +27,11 @@ def gap_keys(key: str) -> frozenset[str]:
     return frozenset(plane_keys(key, 2))
 
 
-def encode_gaps(key: str, positions: NDArray[np.int64]) -> dict[str, Part]:
+def encode_gaps(key: str, positions: NDArray[np.signedinteger]) -> dict[str, Part]:
     """Write strictly increasing positions, 0 or more."""
     if not positions.size:
         return compress_planes(key, np.empty(0, "<u2"))
-    gaps = np.empty(positions.size, np.int64)
+    gaps = np.empty_like(positions)
     gaps[0] = positions[0]
     np.subtract(positions[1:], positions[:-1], out=gaps[1:])
     gaps[1:] -= 1
@@ -71,7 +71,7 @@ def decode_gaps(key: str, parts: Parts, *, count: int, numel: int, tensor: str) 
     return positions
 
 
-def _symbols(gaps: NDArray[np.int64]) -> NDArray[np.uint16]:
+def _symbols(gaps: NDArray[np.signedinteger]) -> NDArray[np.uint16]:
     if int(gaps.max()) < _LONG:
         return gaps.astype("<u2")
     longs = gaps // _LONG

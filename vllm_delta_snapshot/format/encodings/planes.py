@@ -28,6 +28,9 @@ _PARAMETERS: Final = zstandard.ZstdCompressionParameters.from_level(
 )
 _OF_THREAD: Final = threading.local()
 
+_MOST_OF_BYTE: Final = 1 << 15
+"""No frame holds more for each of its bytes: a zstd block of 128 KiB takes at least four."""
+
 
 def plane_keys(key: str, itemsize: int) -> list[str]:
     """Return the keys of an array's planes, the lowest byte first."""
@@ -91,9 +94,12 @@ def _content_size(key: str, plane: Bytes, tensor: str) -> int:
     if not plane.size:
         return 0
     try:
-        return int(zstandard.get_frame_parameters(_view(plane)).content_size)
+        size = int(zstandard.get_frame_parameters(_view(plane)).content_size)
     except zstandard.ZstdError as error:
         raise CorruptFile(f"{key}: no zstd frame", tensor=tensor, found=error) from error
+    if size > plane.size * _MOST_OF_BYTE:  # so it is if the frame does not say
+        raise CorruptFile(f"{key}: a frame of {plane.size} bytes cannot hold that much", tensor=tensor, found=size)
+    return size
 
 
 def _decompress(key: str, plane: Bytes, size: int, tensor: str) -> Bytes:

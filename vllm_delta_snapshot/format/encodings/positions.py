@@ -27,7 +27,7 @@ class PositionCoder(Protocol):
 
     keys: frozenset[str]
 
-    def encode(self, positions: NDArray[np.int64], numel: int) -> dict[str, Part]:
+    def encode(self, positions: NDArray[np.signedinteger], numel: int) -> dict[str, Part]:
         """Write strictly increasing positions below `numel`."""
         ...
 
@@ -45,7 +45,7 @@ class Gaps:
 
     keys = gap_keys("gaps")
 
-    def encode(self, positions: NDArray[np.int64], numel: int) -> dict[str, Part]:
+    def encode(self, positions: NDArray[np.signedinteger], numel: int) -> dict[str, Part]:
         """See `PositionCoder`."""
         return encode_gaps("gaps", positions)
 
@@ -59,7 +59,7 @@ class Bitmap:
 
     keys = frozenset({"bitmap_0"})
 
-    def encode(self, positions: NDArray[np.int64], numel: int) -> dict[str, Part]:
+    def encode(self, positions: NDArray[np.signedinteger], numel: int) -> dict[str, Part]:
         """See `PositionCoder`."""
         packed = np.zeros(-(-numel // 8), np.uint8)
         for start in range(0, numel, _PIECE):
@@ -94,7 +94,7 @@ class All:
 
     keys: frozenset[str] = frozenset()
 
-    def encode(self, positions: NDArray[np.int64], numel: int) -> dict[str, Part]:
+    def encode(self, positions: NDArray[np.signedinteger], numel: int) -> dict[str, Part]:
         """See `PositionCoder`."""
         return {}
 

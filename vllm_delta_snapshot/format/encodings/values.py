@@ -73,7 +73,7 @@ class Signs:
         """See `ValueCoder`."""
         # -1 becomes 0 and +1 becomes 2; all else is larger, or 1 (a difference of 0).
         shifted = values + values.dtype.type(1)
-        exceptions = np.flatnonzero(shifted & ~values.dtype.type(2))
+        exceptions = np.flatnonzero((shifted & ~values.dtype.type(2)) != 0)
         signs = np.packbits(shifted == 2, bitorder="little")
         zigzag = _zigzag(values[exceptions])
         return {
