@@ -20,7 +20,7 @@ from vllm_delta_snapshot.types import Change, Positions, TensorDifference, Tenso
 __all__ = ["merge", "merge_by_scratch", "merge_by_sort"]
 
 _WINDOW: Final = 1 << 17
-_SCRATCH_FROM: Final = 1 / 24
+_SCRATCH_FROM: Final = 1 / 8
 """Changes an element, over all versions, from which windows are cheaper than sorting."""
 
 
