@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm lint typecheck format bench bench-publish bench-encodings bench-apply bench-gpu-apply clean
+.PHONY: help setup demo test test-fast test-vllm lint typecheck format bench bench-publish bench-encodings bench-apply bench-link bench-gpu-apply clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -46,7 +46,7 @@ format: $(STAMPS)/base  ## ruff: rewrite
 typecheck: $(STAMPS)/base  ## mypy, strict
 	$(BIN)/mypy
 
-bench: bench-publish bench-encodings bench-apply  ## Measure, side by side, and write docs/performance.md
+bench: bench-publish bench-encodings bench-apply bench-link  ## Measure, side by side, and write docs/performance.md
 
 bench-publish: $(STAMPS)/engine  ## What publishing costs the trainer
 	$(BIN)/python -m benchmarks.publish
@@ -56,6 +56,9 @@ bench-encodings: $(STAMPS)/demo  ## Bytes and speed of the encodings on recorded
 
 bench-apply: $(STAMPS)/engine  ## What applying costs inside the pause, against vLLM's own loader
 	$(BIN)/python -m benchmarks.apply
+
+bench-link: $(STAMPS)/engine  ## From a step in the trainer to the weights in a live engine, over slow links, beside other ways
+	$(BIN)/python -m benchmarks.link
 
 bench-gpu-apply: $(STAMPS)/base  ## Scatter against NaN-staging on a GPU; needs no vLLM, says so where there is no GPU
 	$(BIN)/python -m benchmarks.gpu_apply

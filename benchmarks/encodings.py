@@ -9,6 +9,7 @@ repetition. Progress goes to stderr, the result to stdout as one JSON object, an
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import statistics
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 # Before numpy and torch: the ratios are those of one thread.
@@ -115,7 +117,7 @@ def measure(specs: Specs, before: Weights, after: Weights, *, is_timed: bool) ->
     """Measure one pair of states: bytes of every encoding and peer and, if wanted, their time."""
     elements = sum(bits.size for bits in before.values())
     changed = sum(int(np.count_nonzero(before[name] != after[name])) for name in before)
-    row: dict[str, Any] = {"density": changed / elements, "bytes": {}, "encode_x": {}, "apply_x": {}}
+    row: dict[str, Any] = {"density": changed / elements, "bytes": {}, "encode_x": {}, "apply_x": {}, "peak": {}}
     for policy in ("auto", "absolute", "raw", "difference", "packed", "bitmap_difference"):
         blocks = encode(specs, before, after, policy)
         row["bytes"][policy] = sum(block.num_bytes for block in blocks) / changed
@@ -226,11 +228,14 @@ def _time_all(specs: Specs, before: Weights, after: Weights, row: dict[str, Any]
             lambda: encode(specs, before, after, "auto", pool),
             clock=time.perf_counter,
         )
+    model_bytes = sum(bits.nbytes for bits in after.values())
+    row["peak"]["auto"] = round(_peak_extra(lambda: encode(specs, before, after, "auto")) / model_bytes, 3)
     for policy in ("difference", "packed", "raw", "auto"):
         blocks = encode(specs, before, after, policy)
         row["apply_x"][policy] = _ratio(lambda blocks=blocks: apply(blocks, target), memcpy)
     for peer in PEERS:
         row["encode_x"][peer.name] = _ratio(lambda peer=peer: peer.encode(before, after), memcpy)
+        row["peak"][peer.name] = round(_peak_extra(lambda peer=peer: peer.encode(before, after)) / model_bytes, 3)
         payload = peer.encode(before, after)
         row["apply_x"][peer.name] = _ratio(lambda p=payload, peer=peer: peer.apply(p, target), memcpy)
 
@@ -247,6 +252,22 @@ def _ratio(
         against()
         ratios.append((middle - started) / max(1e-9, clock() - middle))
     return round(statistics.median(ratios), 3)
+
+
+def _peak_extra(work: Callable[[], object]) -> int:
+    """Return by how many bytes the process grows at most while it works."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    before = _status_bytes("VmRSS")
+    result = work()
+    peak = _status_bytes("VmHWM") - before
+    del result
+    return peak
+
+
+def _status_bytes(field: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) * 1024
 
 
 def _check(before: Weights, after: Weights, apply_to: Callable[[Weights], None], what: str) -> None:
@@ -289,26 +310,31 @@ def write_report(result: dict[str, Any], specs: Specs) -> None:
         ],
     )
     timed = [(what, row) for what, row in rows if row["encode_x"]]
-    encoders = list(timed[0][1]["encode_x"])
-    appliers = list(timed[0][1]["apply_x"])
-    write_section(
-        "encoding-speed",
-        "Time to encode and to apply, in copies of the model's bytes",
-        "The same run: CPU time of one thread, as a multiple of a copy of all weights in memory taken beside each"
-        f" repetition; medians of {result['repetitions']}. *encode* is the diff and the encoding; `digests` adds those of"
-        " old and new values, which ours sends and checks; `kernel` uses numba. `two threads` is wall time, one thread"
-        " against two. *apply* decodes and writes.",
-        ["weights", "density", *(f"encode: {name}" for name in encoders), *(f"apply: {name}" for name in appliers)],
-        [
+    for kind, title, method in (
+        (
+            "encode_x",
+            "Time to diff and encode, in copies of the model's bytes",
+            "`digests` adds those of old and new values, which ours sends and no other has; `kernel` uses numba.",
+        ),
+        ("apply_x", "Time to decode and apply, in copies of the model's bytes", "Into weights in memory."),
+        (
+            "peak",
+            "Memory to diff and encode, as a share of the model's bytes",
+            "Growth of the process while it works, result included, beyond the weights before and after.",
+        ),
+    ):
+        names = list(timed[0][1][kind])
+        write_section(
+            f"encodings-{kind.replace('_', '-')}",
+            title,
+            f"The same run: CPU time of one thread, as a multiple of a copy of all weights taken beside each repetition;"
+            f" medians of {result['repetitions']}. {method}",
+            ["weights", "density", *names],
             [
-                what,
-                f"{100 * row['density']:.3f} %",
-                *(row["encode_x"].get(name, "-") for name in encoders),
-                *(row["apply_x"].get(name, "-") for name in appliers),
-            ]
-            for what, row in timed
-        ],
-    )
+                [what, f"{100 * row['density']:.3f} %", *(row[kind].get(name, "-") for name in names)]
+                for what, row in timed
+            ],
+        )
 
 
 if __name__ == "__main__":
