@@ -49,6 +49,7 @@ DENSITIES = [0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3]
 REPETITIONS = 7
 Specs = Mapping[str, TensorSpec]
 
+_COEFFICIENTS = Path(__file__).parent.parent / "vllm_delta_snapshot" / "coefficients.json"
 RL, SPARSE = (0.01, 0.02), (0.0, 0.005)
 """Densities of recorded steps that stand for reinforcement learning, and for a sparser one."""
 
@@ -77,8 +78,17 @@ def main() -> int:
     result = figures(recorded, constructed) | merged
     result |= {"recorded": recorded, "constructed": constructed, "repetitions": REPETITIONS}
     write_report(result, specs)
+    _write_coefficients(recorded + constructed)
     print(json.dumps(result))
     return 0
+
+
+def _write_coefficients(rows: Sequence[dict[str, Any]]) -> None:
+    """Tell the planner how many bytes a change takes at which density."""
+    fields = json.loads(_COEFFICIENTS.read_text()) if _COEFFICIENTS.exists() else {}
+    table = sorted((row["density"], row["bytes"]["auto"]) for row in rows)
+    fields["bytes_per_change"] = [[round(density, 6), round(size, 4)] for density, size in table]
+    _COEFFICIENTS.write_text(json.dumps(fields, indent=1) + "\n")
 
 
 def changes(specs: Specs, before: Weights, after: Weights, policy: str) -> Iterator[Change]:

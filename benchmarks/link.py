@@ -33,6 +33,7 @@ RATES = {"free": 0.0, "1gbit": 1e9 / 8, "100mbit": 1e8 / 8}
 """Bytes a second; 0 for a link that holds nothing up."""
 WAYS = ("auto", "raw", "xor_zstd", "full")
 DENSITY = 0.01
+_COEFFICIENTS = Path(__file__).parent.parent / "vllm_delta_snapshot" / "coefficients.json"
 REPETITIONS = {"auto": 5, "raw": 5, "xor_zstd": 3, "full": 1}
 
 
@@ -55,9 +56,38 @@ def main() -> int:
             result[f"vs_{name}_{rate}"] = round(ways[way]["seconds"][rate][0] / ours, 2)
     for name in ("full_checkpoint", "raw", "xor_zstd"):
         result[f"vs_{name}"] = result[f"vs_{name}_100mbit"]
+    result["plan_100mbit"] = _write_coefficients(ways["auto"])
     _write_report(result)
     print(json.dumps(result))
     return 0
+
+
+def _write_coefficients(ours: dict[str, Any]) -> dict[str, float]:
+    """Write what the planner multiplies with, and return what it makes of this run over 100 Mbit/s."""
+    from vllm_delta_snapshot.planner import Setup, measured_coefficients, plan
+
+    measured = ours["coefficients"]
+    changes = measured["changes"]
+    known = json.loads(_COEFFICIENTS.read_text()) if _COEFFICIENTS.exists() else {}
+    fields = {
+        "diff_s_per_element": measured["empty_publish_s"] / ours["elements"],
+        "encode_s_per_change": max(0.0, measured["publish_s"] - measured["empty_publish_s"]) / changes,
+        "publish_s": 0.0,  # within the two above
+        "decode_s_per_change": measured["decode_s"] / changes,
+        "map_s_per_change": measured["map_s"] / changes,
+        "prepare_s_per_change": measured["prepare_s"] / changes,
+        "pause_s_per_change": measured["pause_s"] / changes,
+        "pause_s": 0.0,
+        "bytes_per_change": known.get("bytes_per_change", [[DENSITY, measured["payload_bytes"] / changes]]),
+        "machine": machine(),
+    }
+    _COEFFICIENTS.write_text(json.dumps(fields, indent=1) + "\n")
+    planned = plan(Setup(ours["elements"], DENSITY, 0.1), measured_coefficients())
+    # The store is a local folder here: nothing is fetched over the link.
+    return {
+        "planned_s": round(planned.total_s - planned.seconds["fetch"], 3),
+        "measured_s": ours["seconds"]["100mbit"][0],
+    }
 
 
 def _in_own_process(way: str) -> dict[str, Any]:
@@ -90,7 +120,9 @@ def _measure(way: str) -> dict[str, Any]:
             seconds[rate] = [round(f(times), 3) for f in (statistics.median, min, max)]
             progress(f"{way} {rate}: {seconds[rate][0]} s")
         bring.check()  # type: ignore[attr-defined]
+        coefficients = bring.coefficients() if isinstance(bring, _Ours) and way == "auto" else None
     return {
+        "coefficients": coefficients,
         "elements": trainer.elements,
         "payload_bytes": int(statistics.median(sizes)),
         "seconds": seconds,
@@ -168,11 +200,78 @@ class _Ours:
         }
         return report.payload_bytes, parts
 
+    def coefficients(self) -> dict[str, Any]:
+        """Measure what the planner multiplies with: medians of a few versions."""
+        self._publisher._store = self._store
+        rows = [self._one_by_one() for _ in range(3)]
+        return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+    def _one_by_one(self) -> dict[str, float]:
+        """Bring a version over, stage by stage."""
+        from vllm_delta_snapshot.errors import NotStaged
+        from vllm_delta_snapshot.run_folder import RunFolder
+        from vllm_delta_snapshot.stage.decode import decode
+        from vllm_delta_snapshot.stage.mapping import map_update, write_lanes
+
+        empty_s = _timed(self._publisher.publish)
+        self._bring_there()
+        self._trainer.step()
+        started = time.perf_counter()
+        report = self._publisher.publish().report
+        publish_s = time.perf_counter() - started
+        folder = RunFolder(self._store)
+        record = folder.read_version(report.version)
+        metadata = folder.read_metadata(record)
+        specs = folder.read_run().specs()
+        started = time.perf_counter()
+        changes = decode(metadata, self._sync_dir / record.folder, specs)
+        decode_s = time.perf_counter() - started
+        lanes_folder = self._sync_dir.with_name("lanes")
+        lanes_folder.mkdir(exist_ok=True)
+        places = _worker(self._llm).weight_transfer_engine._fitness.plan.places
+        map_s = _timed(lambda: write_lanes(lanes_folder, map_update(changes, places), {}))
+        self._llm.start_weight_update()
+        while True:
+            started = time.perf_counter()
+            try:
+                self._update(report.version, "prepare")
+                break
+            except NotStaged:
+                time.sleep(0.05)
+        prepare_s = time.perf_counter() - started
+        pause_s = _timed(lambda: self._update(report.version, "apply"))
+        self._llm.finish_weight_update()
+        return {
+            "empty_publish_s": empty_s,
+            "publish_s": publish_s,
+            "decode_s": decode_s,
+            "map_s": map_s,
+            "prepare_s": prepare_s,
+            "pause_s": pause_s,
+            "changes": report.changed_elements,
+            "density": report.density,
+            "payload_bytes": report.payload_bytes,
+        }
+
+    def _bring_there(self) -> None:
+        from vllm_delta_snapshot.drive import sync_llm
+
+        sync_llm(self._llm, self._publisher.version)
+
+    def _update(self, version: int, action: str) -> None:
+        self._llm.update_weights({"update_info": {"version": version, "action": action}})
+
     def check(self) -> None:
         """See that the engine has what the trainer has."""
         from vllm_delta_snapshot.drive import verify_llm
 
         verify_llm(self._llm)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 class _Reloaded:
@@ -293,7 +392,8 @@ def _write_report(result: dict[str, Any]) -> None:
         " full checkpoints), smallest and largest in brackets. Over 100 Mbit/s the payload alone takes"
         f" {result['payload_s_100mbit']} s, all of ours {result['overhead_100mbit']} times that; of the last repetition"
         f" {parts['publish_s']:.2f} s were publishing ({parts['diff_s']:.2f} s of it the diff) and {parts['sync_s']:.2f} s"
-        " staging and the pause."
+        f" staging and the pause. The planner makes {result['plan_100mbit']['planned_s']} s of it"
+        f" ({result['plan_100mbit']['measured_s']} s measured)."
     )
     write_section(
         "link", "From the trainer to a live engine", method, ["way", "MB", *(f"{rate}, s" for rate in RATES)], rows

@@ -22,6 +22,7 @@ from vllm_delta_snapshot.format.blocks import EncodedBlock, Placed, encode_block
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES, PlannedFile, plan_file
 from vllm_delta_snapshot.format.digest import add_digests, format_digest
 from vllm_delta_snapshot.format.metadata import DeltaMetadata, FileEntry, TensorEntry, Timings
+from vllm_delta_snapshot.format.openrl_write import is_openrl_tensor
 from vllm_delta_snapshot.ordered import ordered_map
 from vllm_delta_snapshot.store import Store
 from vllm_delta_snapshot.types import Change, TensorDifference, TensorSpec
@@ -230,8 +231,8 @@ def _describe(
 ) -> DeltaMetadata:
     entries = tuple(table.entries())
     changed = sum(entry.changed for entry in entries)
-    # What OpenRL's reader takes: one file, raw, floating point.
-    is_openrl = len(files) == 1 and all(row.encoding == "raw" and row.spec.element.is_float for row in table.rows)
+    # What OpenRL's reader takes: one file, raw, real numbers.
+    is_openrl = len(files) == 1 and all(row.encoding == "raw" and is_openrl_tensor(row.spec) for row in table.rows)
     state = add_digests(int(lineage.base_state_digest, 16), *(entry.moves_digest for entry in entries))
     now = datetime.now(UTC)
     seconds = time.monotonic() - started

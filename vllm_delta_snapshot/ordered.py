@@ -37,7 +37,8 @@ def ordered_map(
         ahead: how many items may be under way.
 
     Raises:
-        Exception: the first that `function` or `items` raised; what is under way is waited for.
+        Exception: what `items` raised, or the first in order that `function` did. What has begun is waited for; what
+            has not, never begins.
     """
     if pool is None:
         yield from map(function, items)
@@ -51,5 +52,5 @@ def ordered_map(
         while under_way:
             yield under_way.popleft().result()
     finally:
-        for future in under_way:
+        for future in reversed(under_way):  # the last first, or waiting for one lets the next begin
             future.cancel() or future.exception()

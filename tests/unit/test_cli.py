@@ -18,7 +18,7 @@ from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.store.posix import PosixStore
 
 COMMAND = Path(sys.executable).with_name("delta-snapshot")
-VERBS = ("inspect", "log", "verify", "doctor", "materialize")
+VERBS = ("inspect", "log", "verify", "doctor", "materialize", "export", "plan")
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +112,11 @@ READERS: list[Callable[[object], tuple[object, ...]]] = [
     lambda sync_dir: ("log", sync_dir),
     lambda sync_dir: ("verify", sync_dir),
     lambda sync_dir: ("materialize", sync_dir, "/nowhere/out"),
+    lambda sync_dir: ("export", sync_dir, "/nowhere/out"),
 ]
-readers = pytest.mark.parametrize("call", READERS, ids=["inspect", "inspect-version", "log", "verify", "materialize"])
+readers = pytest.mark.parametrize(
+    "call", READERS, ids=["inspect", "inspect-version", "log", "verify", "materialize", "export"]
+)
 forms = pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
 
 

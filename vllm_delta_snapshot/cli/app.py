@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; see
 Run = Annotated[str, typer.Argument(metavar="SYNC_DIR", help="The run's folder: /path or file:///path.")]
 
 
+class ExportFormat(StrEnum):
+    """The forms that ``export`` writes."""
+
+    OPENRL_V2 = "openrl-v2"
+
+
 def _print_version(is_asked: bool) -> None:
     if is_asked:
         typer.echo(__version__)
@@ -44,11 +51,14 @@ def _root(
 def inspect(
     target: Annotated[
         str,
-        typer.Argument(metavar="TARGET", help="A run (SYNC_DIR), one version (SYNC_DIR@N), or a local delta folder."),
+        typer.Argument(
+            metavar="TARGET",
+            help="A run or a SkyRL sync_dir (SYNC_DIR), one version (SYNC_DIR@N), or a local delta folder.",
+        ),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Show what a run, a version or a delta folder is. Also reads OpenRL's sparse_delta folders."""
+    """Show what a run, a version or a delta folder is. Also reads what OpenRL and SkyRL wrote."""
     from vllm_delta_snapshot.cli import inspect as verb
 
     verb.run(target, as_json=as_json)
@@ -64,8 +74,16 @@ def log(sync_dir: Run, as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(
-    sync_dir: Annotated[
-        str | None, typer.Argument(metavar="[SYNC_DIR]", help="The run's folder: /path or file:///path.")
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SYNC_DIR|FOLDER",
+            help="The run's folder: /path or file:///path. Or, with --base, a SkyRL sync_dir, or delta folders of "
+            "SkyRL or OpenRL in order.",
+        ),
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="With deltas of SkyRL or OpenRL: the checkpoint that they start from.")
     ] = None,
     server: Annotated[
         str | None, typer.Option(metavar="URL", help="Compare the live weights of this vLLM server instead.")
@@ -77,19 +95,22 @@ def verify(
 ) -> None:
     """Check every file, checksum and patch of a run, and that its chain holds; or all live weights of a server.
 
-    Exits with 1 if anything is wrong. With --server the engine itself compares, on all its workers; generation stands
-    still while it reads its weights once. The API key is taken from VLLM_API_KEY.
+    Exits with 1 if anything is wrong. Deltas of SkyRL and OpenRL are checked against their base checkpoint, as far as
+    their form allows, and it is said what was not checked. With --server the engine itself compares, on all its
+    workers; generation stands still while it reads its weights once. The API key is taken from VLLM_API_KEY.
     """
     from vllm_delta_snapshot.cli import verify as verb
 
-    if (sync_dir is None) == (server is None):
+    if bool(targets) == (server is not None):
         raise typer.BadParameter("give either SYNC_DIR or --server URL")
     if version is not None and server is None:
         raise typer.BadParameter("--version goes with --server; a run is verified as a whole")
+    if server is not None and base is not None:
+        raise typer.BadParameter("--base goes with deltas of SkyRL or OpenRL; a server is compared with its own run")
     if server is not None:
         verb.run_server(server, version, as_json=as_json)
-    elif sync_dir is not None:
-        verb.run(sync_dir, as_json=as_json)
+    elif targets:
+        verb.run(targets, base, as_json=as_json)
 
 
 @app.command()
@@ -112,16 +133,77 @@ def doctor(
 
 @app.command()
 def materialize(
-    target: Annotated[
-        str, typer.Argument(metavar="SYNC_DIR[@N]", help="The run and the version; the newest by default.")
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SYNC_DIR[@N]|FOLDER",
+            help="The run and the version; the newest by default. Or, with --base, a SkyRL sync_dir, or delta folders "
+            "of SkyRL or OpenRL in order.",
+        ),
     ],
-    out: Annotated[Path, typer.Argument(help="A new folder for the checkpoint.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the checkpoint.")],
     base: Annotated[
-        Path | None, typer.Option(help="The base checkpoint; by default where the trainer says it was.")
+        Path | None, typer.Option(help="The base checkpoint; of a run, by default where the trainer says it was.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a version as a plain Hugging Face checkpoint, bit for bit, for transformers and vLLM."""
     from vllm_delta_snapshot.cli import materialize as verb
 
-    verb.run(target, out, base, as_json=as_json)
+    verb.run(targets, out, base, as_json=as_json)
+
+
+@app.command()
+def export(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="SYNC_DIR[@N]", help="The run, or the SkyRL sync_dir, and the version; the newest by default."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the delta.")],
+    export_format: Annotated[
+        ExportFormat, typer.Option("--format", help="OpenRL's sparse_delta version 2: absolute values, one file.")
+    ] = ExportFormat.OPENRL_V2,
+    after: Annotated[
+        int | None,
+        typer.Option("--from", min=0, metavar="M", help="Merge the versions after M; by default only the last one."),
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            help="The base checkpoint, where it is needed: for a SkyRL sync_dir, and for a run that holds differences "
+            "(by default where the trainer says it was)."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write what a version changes as a delta folder of OpenRL, with absolute values."""
+    from vllm_delta_snapshot.cli import export as verb
+
+    verb.run(target, out, export_format.value, after, base, as_json=as_json)
+
+
+@app.command()
+def plan(
+    params: Annotated[float, typer.Option(min=1, help="Parameters of the model, such as 70e9; in bf16.")],
+    gbps: Annotated[
+        float, typer.Option(min=1e-6, help="Gbit/s from the trainer to the store, and from the store to each host.")
+    ],
+    density: Annotated[float, typer.Option(min=1e-9, max=1.0, help="The share that changes per version.")] = 0.01,
+    engines: Annotated[int, typer.Option(min=1, help="How many engines, each on a host of its own.")] = 1,
+    store_gbps: Annotated[
+        float | None, typer.Option(min=1e-6, help="What the store gives to all hosts together; by default no limit.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Trainer processes that share the diff.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Workers of an engine that share its weights.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Predict how long a version takes from a step to served weights, and say which stage holds it up.
+
+    With coefficients that `make bench-link` measured on a small CPU machine.
+    """
+    from vllm_delta_snapshot.cli import plan as verb
+    from vllm_delta_snapshot.planner import Setup
+
+    verb.run(Setup(params, density, gbps, engines, store_gbps, ranks, workers), as_json=as_json)

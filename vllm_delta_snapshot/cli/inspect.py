@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``delta-snapshot inspect``: what a run, a version or a local delta folder is."""
+"""``delta-snapshot inspect``: what a run, a version or a local delta folder is, SkyRL's and OpenRL's included."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from vllm_delta_snapshot.cli.inspect_skyrl import describe_skyrl, describe_skyrl_sync_dir
 from vllm_delta_snapshot.cli.output import (
     human_bytes,
     open_run,
@@ -15,36 +16,50 @@ from vllm_delta_snapshot.cli.output import (
     reported,
     split_target,
 )
+from vllm_delta_snapshot.cli.targets import split_folder
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.openrl import read_folder_metadata, read_openrl_delta
+from vllm_delta_snapshot.format.skyrl_manifest import delta_name
+from vllm_delta_snapshot.neighbours.chain import FolderKind, kind_of
 
 __all__ = ["run"]
 
-_MOST_TENSORS = 20
+_MOST_ROWS = 20
 
 
 def run(target: str, *, as_json: bool) -> None:
     """Find out what the target is, and show it."""
     with reported(as_json=as_json):
-        if (Path(target) / layout.METADATA_NAME).is_file():
-            described = _describe_folder(Path(target))
-        else:
-            sync_dir, version = split_target(target)
-            described = _describe_run(sync_dir) if version is None else _describe_version(sync_dir, version)
+        described = _describe(target)
     if as_json:
         print_json({"ok": True, **described})
         return
-    tensors = described.pop("tensors", None)
+    tensors, versions = described.pop("tensors", []), described.pop("versions", [])
     print_fields({name: _for_people(name, value) for name, value in described.items()})
-    if tensors:
+    _print_rows(("tensor", "dtype", "shape", "changed", "density"), [_tensor_row(tensor) for tensor in tensors])
+    _print_rows(("version", "base", "tensors", "bytes", "of full"), [_version_row(version) for version in versions])
+
+
+def _print_rows(columns: tuple[str, ...], rows: list[list[object]]) -> None:
+    if rows:
         print()
-        print_table(
-            ("tensor", "dtype", "shape", "changed", "density"),
-            [_tensor_row(tensor) for tensor in tensors[:_MOST_TENSORS]],
-        )
-        if len(tensors) > _MOST_TENSORS:
-            print(f"and {len(tensors) - _MOST_TENSORS} more; --json lists all")
+        print_table(columns, rows[:_MOST_ROWS])
+    if len(rows) > _MOST_ROWS:
+        print(f"and {len(rows) - _MOST_ROWS} more; --json lists all")
+
+
+def _describe(target: str) -> dict[str, Any]:
+    folder, number = split_folder(target)
+    kind = kind_of(folder)
+    if kind in (FolderKind.DELTA, FolderKind.OPENRL) and number is None:
+        return _describe_folder(folder)
+    if kind is FolderKind.SKYRL and number is None:
+        return describe_skyrl(folder)
+    if kind is FolderKind.SKYRL_SYNC_DIR:
+        return describe_skyrl_sync_dir(folder) if number is None else describe_skyrl(folder / delta_name(number))
+    sync_dir, version = split_target(target)
+    return _describe_run(sync_dir) if version is None else _describe_version(sync_dir, version)
 
 
 def _describe_run(sync_dir: str) -> dict[str, Any]:
@@ -140,6 +155,8 @@ def _for_people(name: str, value: Any) -> str:
         return human_bytes(value)
     if name == "files":
         return ", ".join(f"{entry['name']} ({human_bytes(entry['bytes'])})" for entry in value)
+    if name == "missing":
+        return ", ".join(f"{first} to {last}" if last > first else str(first) for first, last in value) or "-"
     if isinstance(value, list):
         return " ".join(map(str, value))
     if isinstance(value, dict):
@@ -160,4 +177,14 @@ def _tensor_row(tensor: dict[str, Any]) -> list[object]:
         shape,
         f"{tensor['changed']:,}",
         f"{100 * tensor['changed'] / max(1, numel):.3f} %",
+    ]
+
+
+def _version_row(version: dict[str, Any]) -> list[object]:
+    return [
+        version["version"],
+        version["base_version"],
+        version["changed_tensors"],
+        human_bytes(version["compressed_bytes"]),
+        f"{100 * version['compressed_bytes'] / max(1, version['uncompressed_bytes']):.2f} %",
     ]

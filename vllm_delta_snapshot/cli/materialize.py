@@ -1,47 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``delta-snapshot materialize``: a version as a plain checkpoint."""
+"""``delta-snapshot materialize``: a version of a run, or what deltas of other tools lead to, as a plain checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import typer
 
-from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.cli.output import (
-    EXIT_USAGE,
-    open_run,
-    print_json,
-    progress_bar,
-    reported,
-    split_target,
-)
-from vllm_delta_snapshot.errors import ObjectNotFound
+from vllm_delta_snapshot.cli.output import open_run, print_json, progress_bar, reported, split_target
+from vllm_delta_snapshot.cli.targets import base_of_chain, base_of_run, find_foreign
 from vllm_delta_snapshot.materialize import materialize
+from vllm_delta_snapshot.neighbours.chain import ForeignChain
+from vllm_delta_snapshot.neighbours.materialize import materialize_chain
 
 __all__ = ["run"]
 
 
-def run(target: str, out: Path, base: Path | None, *, as_json: bool) -> None:
+def run(targets: Sequence[str], out: Path, base: Path | None, *, as_json: bool) -> None:
     """Materialize and say where it is."""
+    with reported(as_json=as_json):
+        chain = find_foreign(targets)
+    command = f"delta-snapshot materialize {' '.join(targets)} {out}"
+    if chain is not None:
+        _run_chain(chain, out, base, command=command, as_json=as_json)
+    else:
+        _run(targets[0], out, base, command=command, as_json=as_json)
+
+
+def _run(target: str, out: Path, base: Path | None, *, command: str, as_json: bool) -> None:
     sync_dir, version = split_target(target)
     with reported(as_json=as_json), progress_bar("materializing", as_json=as_json) as bar:
         folder = open_run(sync_dir)
         if version is None:
             version = max(folder.versions(), default=0)
-        name = base or Path(folder.read_run().base.name)
-        if base is None and not name.is_dir():
-            with reported(as_json=as_json, code=EXIT_USAGE):
-                raise ObjectNotFound(
-                    "the base checkpoint, where the trainer had it, is not on this machine",
-                    file=str(name),
-                    hint=f"Say where it is: delta-snapshot materialize {target} {out} --base FOLDER",
-                )
+        checkpoint = base_of_run(folder, base, command=command, as_json=as_json)
         task = bar.add_task("", total=None)
         report = materialize(
             folder,
-            Checkpoint(name),
+            checkpoint,
             version,
             out,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
@@ -50,3 +48,17 @@ def run(target: str, out: Path, base: Path | None, *, as_json: bool) -> None:
         print_json({"ok": True, **asdict(report)})
     else:
         typer.echo(f"{report.folder}: version {report.version} of run {report.run_id}, digest {report.state_digest}")
+
+
+def _run_chain(chain: ForeignChain, out: Path, base: Path | None, *, command: str, as_json: bool) -> None:
+    with reported(as_json=as_json), progress_bar("materializing", as_json=as_json) as bar:
+        checkpoint = base_of_chain(base, command=command, as_json=as_json)
+        task = bar.add_task("", total=None)
+        report = materialize_chain(
+            chain, checkpoint, out, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    if as_json:
+        print_json({"ok": True, **asdict(report)})
+    else:
+        what = f"{report.kind}, version {report.version}" if report.version is not None else report.kind
+        typer.echo(f"{report.folder}: {report.deltas} deltas applied ({what}), digest {report.state_digest}")

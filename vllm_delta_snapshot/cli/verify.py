@@ -6,9 +6,12 @@ from __future__ import annotations
 import os
 import time
 import urllib.parse
+from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 
+from vllm_delta_snapshot.cli import verify_foreign
 from vllm_delta_snapshot.cli.output import (
     EXIT_PROBLEM,
     EXIT_USAGE,
@@ -18,6 +21,7 @@ from vllm_delta_snapshot.cli.output import (
     progress_bar,
     reported,
 )
+from vllm_delta_snapshot.cli.targets import find_foreign
 from vllm_delta_snapshot.drive.client import ServerClient, ServerError
 from vllm_delta_snapshot.drive.sync import verify_server
 from vllm_delta_snapshot.verify_run import RunVerification, verify_run
@@ -25,13 +29,24 @@ from vllm_delta_snapshot.verify_run import RunVerification, verify_run
 __all__ = ["run"]
 
 
-def run(sync_dir: str, *, as_json: bool) -> None:
-    """Verify, print every problem, and exit with 1 if there is one."""
+def run(targets: Sequence[str], base: Path | None, *, as_json: bool) -> None:
+    """Verify a run, or deltas of other tools; print every problem, and exit with 1 if there is one."""
+    with reported(as_json=as_json):
+        chain = find_foreign(targets)
+    if chain is not None:
+        command = f"delta-snapshot verify {' '.join(targets)}"
+        verify_foreign.run(chain, base, command=command, as_json=as_json)
+    else:
+        _run(targets[0], base, as_json=as_json)
+
+
+def _run(sync_dir: str, base: Path | None, *, as_json: bool) -> None:
     with reported(as_json=as_json), progress_bar("verifying", as_json=as_json) as bar:
+        folder = open_run(sync_dir)
+        if base is not None:
+            raise typer.BadParameter("--base goes with deltas of SkyRL or OpenRL; a run is verified without it")
         task = bar.add_task("", total=None)
-        found = verify_run(
-            open_run(sync_dir), progress=lambda done, total, _: bar.update(task, completed=done, total=total)
-        )
+        found = verify_run(folder, progress=lambda done, total, _: bar.update(task, completed=done, total=total))
     if as_json:
         print_json(_as_json(found))
     else:

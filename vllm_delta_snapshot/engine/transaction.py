@@ -125,7 +125,7 @@ def prepare(fitness: Fitness, update: Update) -> PreparedUpdate:
             digests = (list(chain.from_iterable(old)), list(chain.from_iterable(new)))
     except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
         failure = error
-    agree(failure)
+    agree(failure, bool(update.moves))  # an update may be staged anew, absolute, between two workers' looks at it
     written = {name for name, choice in fitness.choices.items() if choice.way in ("scatter", "loader")}
     served = [name for name in update.old_digests if name in written and update.changed[name]]
     of_workers = gather_from_workers(digests)
@@ -133,7 +133,8 @@ def prepare(fitness: Fitness, update: Update) -> PreparedUpdate:
     proven = verify_old(before, {name: update.old_digests[name] for name in served})
     if update.moves:
         after = sum_over_workers([new for _, new in of_workers])
-        proven |= verify_moves(before, after, {name: update.moves[name] for name in served})
+        # Also of tensors in which nothing changes after all: their digests must not move either.
+        proven |= verify_moves(before, after, {name: move for name, move in update.moves.items() if name in written})
     return PreparedUpdate(update, fitness, lanes, layers, len(proven))
 
 

@@ -16,6 +16,7 @@ from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.format.digest import add_digests, patch_digest
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.stage.merge import merge
+from vllm_delta_snapshot.stage.resolve import resolve
 from vllm_delta_snapshot.types import Change, TensorDifference, TensorPatch
 
 __all__ = ["assemble_absolute", "assemble_back", "assemble_forward"]
@@ -77,6 +78,9 @@ def assemble_absolute(
         digested: the update.
         before: returns the changes from the start to the version that the update leads to, oldest first.
         start_bits: returns all elements of a tensor at the start, by name.
+
+    Raises:
+        BaseMismatch: the start is not what it should be. Not found where only some values are differences.
     """
     earlier: Mapping[str, Change] | None = None
     for item in digested:
@@ -86,7 +90,11 @@ def assemble_absolute(
         if earlier is None:
             earlier = {known.spec.name: known for known in merge(before())}
         move = item.new_digest - (item.old_digest or 0)
-        yield _absolute(item.change, move, earlier.get(item.change.spec.name), start_bits)
+        made = _absolute(item.change, move, earlier.get(item.change.spec.name), start_bits)
+        if item.change.absolute is None:
+            old = made.change.values - item.change.values
+            resolve(item.change, old, old_digest=item.old_digest, move=move)
+        yield made
 
 
 def _absolute(change: Change, move: int, earlier: Change | None, start_bits: BitsOf) -> DigestedChange:

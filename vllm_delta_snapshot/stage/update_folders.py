@@ -177,14 +177,13 @@ class UpdateFolders:
     def _to_absolute(self, digested: Iterator[DigestedChange], base: int, version: int) -> Iterator[DigestedChange]:
         """Resolve differences, by the mirror if it is at one end of the update, else from the checkpoint on."""
         items = list(digested)
-        mirror = self._mirror.at(base)
-        if mirror is not None:
-            try:
+        try:
+            if (mirror := self._mirror.at(base)) is not None:
                 return iter([_resolved(item, mirror.bits(item.change.spec.name)) for item in items])
-            except BaseMismatch as error:
-                logger.warning("the mirror is not what it says: %s", error)  # it is made anew when it is to move
-        elif (mirror := self._mirror.at(version)) is not None:
-            return assemble_absolute(iter(items), list, mirror.bits)
+            if not any(_is_mixed(item.change) for item in items) and (mirror := self._mirror.at(version)) is not None:
+                return iter(list(assemble_absolute(iter(items), list, mirror.bits)))
+        except BaseMismatch as error:
+            logger.warning("the mirror is not what it says: %s", error)  # it is made anew when it is to move
         return assemble_absolute(iter(items), lambda: self._from_start(version), self._checkpoint.bits)
 
     def _from_start(self, version: int) -> list[list[Change]]:
@@ -201,6 +200,11 @@ def appearing(final: Path) -> Iterator[Path]:
         work.rename(final)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _is_mixed(change: Change) -> bool:
+    """Say whether only some values are differences: against the values after, they cannot be proven."""
+    return isinstance(change, TensorDifference) and change.absolute is not None
 
 
 def _resolved(item: DigestedChange, bits: Bits) -> DigestedChange:

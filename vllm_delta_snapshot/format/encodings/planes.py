@@ -4,11 +4,14 @@
 The bytes of one significance are alike, so each plane compresses by entropy coding alone. The parameters tell zstd not
 to look for matches, which are not there: min_match 7 and a table of 64 entries leave it a Huffman coder
 (docs/design.md, "Encodings"). The frames are standard ones.
+
+`frame_pieces` reads frames of other writers, piece by piece, so that no frame decides how much memory it takes.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any, Final, cast
 
 import numpy as np
@@ -19,7 +22,7 @@ from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.errors import CorruptFile
 from vllm_delta_snapshot.format.encodings.base import Part, Parts
 
-__all__ = ["compress_planes", "decompress_planes", "plane_keys"]
+__all__ = ["check_frame", "compress_planes", "decompress_planes", "frame_pieces", "plane_keys"]
 
 Bytes = NDArray[np.uint8]
 
@@ -30,6 +33,9 @@ _OF_THREAD: Final = threading.local()
 
 _MOST_OF_BYTE: Final = 1 << 15
 """No frame holds more for each of its bytes: a zstd block of 128 KiB takes at least four."""
+
+_PIECE: Final = 1 << 20
+"""Bytes that `frame_pieces` yields at a time: a piece and what is made of it stay in the cache."""
 
 
 def plane_keys(key: str, itemsize: int) -> list[str]:
@@ -73,6 +79,69 @@ def decompress_planes(
     for number, plane in enumerate(planes):
         columns[:, number] = _decompress(key, plane, size, tensor)
     return cast("Bits", joined)
+
+
+def check_frame(frame: Bytes, num_bytes: int, *, tensor: str) -> None:
+    """Check what a zstd frame says of its content, before anything is decompressed.
+
+    Args:
+        frame: the whole frame, shape ``(k,)``.
+        num_bytes: how much it must hold.
+        tensor: for messages.
+
+    Raises:
+        CorruptFile: it is no frame, or does not say that it holds this much.
+    """
+    try:
+        found = zstandard.frame_content_size(_view(frame))
+    except zstandard.ZstdError as error:
+        raise CorruptFile("no zstd frame", tensor=tensor, found=error) from error
+    if found != num_bytes:
+        raise CorruptFile(
+            "a zstd frame of another size",
+            tensor=tensor,
+            expected=f"{num_bytes} bytes",
+            found="a frame that does not say" if found < 0 else f"{found} bytes",
+        )
+
+
+def frame_pieces(frame: Bytes, num_bytes: int, *, tensor: str) -> Iterator[Bytes]:
+    """Decompress a zstd frame piece by piece.
+
+    Args:
+        frame: the whole frame, shape ``(k,)``.
+        num_bytes: how much it must hold.
+        tensor: for messages.
+
+    Yields:
+        Its content, 1 MiB at a time, in a buffer that the next piece overwrites.
+
+    Raises:
+        CorruptFile: see `check_frame`; or it is damaged, cut off, or followed by something.
+    """
+    check_frame(frame, num_bytes, tensor=tensor)
+    buffer = np.empty(min(_PIECE, num_bytes), np.uint8)
+    # Across frames: else what follows the first one would not be looked at.
+    reader = zstandard.ZstdDecompressor().stream_reader(_view(frame), read_across_frames=True)
+    try:
+        for start in range(0, num_bytes, _PIECE):
+            piece = buffer[: min(_PIECE, num_bytes - start)]
+            filled = 0
+            while filled < piece.size:
+                count = reader.readinto(piece[filled:].data)
+                if not count:
+                    raise CorruptFile(
+                        "a zstd frame is cut off",
+                        tensor=tensor,
+                        expected=f"{num_bytes} bytes",
+                        found=f"{start + filled} bytes",
+                    )
+                filled += count
+            yield piece
+        if reader.read(1):
+            raise CorruptFile("a zstd frame holds more than it says", tensor=tensor, expected=f"{num_bytes} bytes")
+    except zstandard.ZstdError as error:
+        raise CorruptFile("damaged zstd frame", tensor=tensor, found=error) from error
 
 
 def _compress(plane: Bytes) -> Bytes:

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the targets of a verb name: a run of ours or a chain of foreign deltas; and where its base checkpoint is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.cli.output import EXIT_USAGE, reported, split_target
+from vllm_delta_snapshot.errors import ObjectNotFound
+from vllm_delta_snapshot.neighbours.chain import FolderKind, ForeignChain, find_chain, kind_of
+from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.store import open_store
+from vllm_delta_snapshot.store.posix import PosixStore
+
+__all__ = ["base_of_chain", "base_of_run", "find_foreign", "split_folder"]
+
+
+def split_folder(target: str) -> tuple[Path, int | None]:
+    """Return the local folder that a target names, and the version after ``@``. A folder of that very name comes first.
+
+    Raises:
+        CompatibilityError: it is no local folder.
+    """
+    whole = _folder(target)
+    if whole.is_dir():
+        return whole, None
+    name, version = split_target(target)
+    return _folder(name), version
+
+
+def find_foreign(targets: Sequence[str]) -> ForeignChain | None:
+    """Return the chain of foreign deltas that targets name; ``None`` for a run, and for what its reader must explain.
+
+    Raises:
+        DeltaSnapshotError: see `find_chain`.
+    """
+    if len(targets) > 1:
+        return find_chain([_folder(target) for target in targets])
+    folder, version = split_folder(targets[0])
+    if kind_of(folder) in (None, FolderKind.RUN):
+        return None
+    return find_chain([folder], version=version)
+
+
+def base_of_run(folder: RunFolder, base: Path | None, *, command: str, as_json: bool) -> Checkpoint:
+    """Return the base checkpoint of a run: where the user says it is, or else where the trainer had it.
+
+    Args:
+        folder: the run.
+        base: what the user says.
+        command: the command so far, for the hint.
+        as_json: whether ``--json`` was given.
+
+    Raises:
+        Exit: the user has to say it.
+        ObjectNotFound, CorruptFile, UnsupportedFormat: see `Checkpoint`.
+    """
+    name = base or Path(folder.read_run().base.name)
+    if base is None and not name.is_dir():
+        with reported(as_json=as_json, code=EXIT_USAGE):
+            raise ObjectNotFound(
+                "the base checkpoint, where the trainer had it, is not on this machine",
+                file=str(name),
+                hint=f"Say where it is: {command} --base FOLDER",
+            )
+    return Checkpoint(name)
+
+
+def base_of_chain(base: Path | None, *, command: str, as_json: bool) -> Checkpoint:
+    """Return the base checkpoint of a foreign chain, which only the user can say.
+
+    Args:
+        base: what the user says.
+        command: the command so far, for the hint.
+        as_json: whether ``--json`` was given.
+
+    Raises:
+        Exit: the user has to say it.
+        ObjectNotFound, CorruptFile, UnsupportedFormat: see `Checkpoint`.
+    """
+    if base is None:
+        with reported(as_json=as_json, code=EXIT_USAGE):
+            raise ObjectNotFound(
+                "deltas of SkyRL and OpenRL do not say where the checkpoint is that they start from",
+                hint=f"Say it: {command} --base FOLDER",
+            )
+    return Checkpoint(base)
+
+
+def _folder(target: str) -> Path:
+    if "://" not in target:
+        return Path(target).expanduser()
+    store = open_store(target)
+    assert isinstance(store, PosixStore)  # noqa: S101 - the only store that open_store knows
+    return store.root

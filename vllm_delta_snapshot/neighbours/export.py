@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export: what changes between two versions of a run, or of a SkyRL chain, as a folder that OpenRL reads.
+
+OpenRL's deltas hold absolute values. Where a run holds differences, the values are rebuilt from the base checkpoint,
+for the tensors concerned only (in memory), and every step of it is proven by its digests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.errors import BaseMismatch, OutOfOrder
+from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.metadata import TensorEntry
+from vllm_delta_snapshot.format.openrl_write import PlannedOpenRLDelta, plan_openrl_delta
+from vllm_delta_snapshot.format.version import VersionRecord
+from vllm_delta_snapshot.neighbours.chain import ForeignChain
+from vllm_delta_snapshot.neighbours.new_folder import new_folder
+from vllm_delta_snapshot.neighbours.replay import Overlay, merge_chain
+from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.stage.merge import merge
+from vllm_delta_snapshot.stage.replay import opened_version, plan_from_base
+from vllm_delta_snapshot.stage.resolve import resolve
+from vllm_delta_snapshot.types import Change, TensorDifference, TensorPatch
+
+__all__ = ["ExportReport", "export_chain", "export_run"]
+
+Progress = Callable[[int, int], None]
+"""Called with (versions rebuilt, versions in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What was written."""
+
+    folder: str
+    base_version: int
+    version: int
+    changed_tensors: int
+    changed_elements: int
+    payload_bytes: int
+
+
+def export_run(
+    folder: RunFolder,
+    out: Path,
+    *,
+    after: int,
+    version: int,
+    find_base: Callable[[], Checkpoint],
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write what changes between two versions of a run to the new folder `out`. Blocks.
+
+    Args:
+        folder: the run.
+        out: must not exist, or be empty.
+        after: the version that the delta starts from.
+        version: the version that it leads to.
+        find_base: returns the base checkpoint; asked only if the run holds differences.
+        progress: told after every version that had to be rebuilt.
+
+    Raises:
+        OutOfOrder: `version` is not after `after`.
+        BrokenChain, CorruptFile, LimitExceeded, StoreUnavailable: the run cannot lead there.
+        BaseMismatch, SourceError: the base is not the run's base checkpoint.
+        UnsupportedFormat: a changed tensor is not of floating point, or the run cannot be read.
+        StageError: `out` is in use or cannot be written.
+    """
+    _check_order(after, version)
+    run = folder.read_run()
+    steps = plan_from_base(folder, version).steps
+    with contextlib.ExitStack() as opened:  # uncompressed changes are views of the files
+        of_versions = [opened.enter_context(opened_version(folder, step, run.specs())) for step in steps[after:]]
+        merged = [change for change in merge(changes for _, changes in of_versions) if change.changed]
+        names = {change.spec.name for change in merged if isinstance(change, TensorDifference)}
+        state = _rebuild(folder, steps, names, find_base, progress) if names else None
+        planned = plan_openrl_delta(
+            [_absolute(change, state) for change in merged],
+            total_elements=run.base.total_elements,
+            base_model=of_versions[-1][0].base_model,
+            model_id=f"{run.run_id}@{version}",
+        )
+        return _write(planned, out, after, version)
+
+
+def export_chain(chain: ForeignChain, base: Checkpoint, out: Path, *, after: int) -> ExportReport:
+    """Write what changes in a SkyRL chain after version `after` to the new folder `out`. Blocks.
+
+    Args:
+        chain: the chain, from its base to the version to export.
+        base: the checkpoint that it starts from.
+        out: must not exist, or be empty.
+        after: the version that the delta starts from.
+
+    Raises:
+        OutOfOrder: the chain does not lead past `after`, or starts after it.
+        BrokenChain, CorruptFile, UnsupportedFormat, LimitExceeded, ObjectNotFound, StoreUnavailable: it cannot be read,
+            or holds a changed tensor that is not of floating point.
+        StageError: `out` is in use or cannot be written.
+    """
+    version, start = chain.version or 0, chain.base_version or 0
+    _check_order(after, version)
+    if after < start:
+        raise OutOfOrder("the chain starts later", expected=f"a delta from version {start} or later", found=after)
+    patches = merge_chain(chain, base, after=after)
+    planned = plan_openrl_delta(patches, total_elements=base.total_elements, base_model=None, model_id=None)
+    return _write(planned, out, after, version)
+
+
+def _check_order(after: int, version: int) -> None:
+    if version <= after:
+        raise OutOfOrder(
+            "a delta leads to a later version",
+            expected=f"a version after {after}",
+            found=f"version {version}",
+            hint="Version 0 is the base checkpoint itself; name a later version, or an earlier one with --from.",
+        )
+
+
+def _rebuild(
+    folder: RunFolder,
+    steps: Sequence[VersionRecord],
+    names: Collection[str],
+    find_base: Callable[[], Checkpoint],
+    progress: Progress | None,
+) -> Overlay:
+    """Return the state after all steps, of these tensors."""
+    base, run = find_base(), folder.read_run()
+    base.check_fits(dict(run.specs()), what=f"run {run.run_id}")
+    if base.state_digest != run.base.state_digest:
+        raise BaseMismatch(
+            "this is not the base checkpoint of the run",
+            file=str(base.folder),
+            expected=f"state digest {run.base.state_digest} ({run.base.name})",
+            found=f"state digest {base.state_digest}",
+        )
+    state = Overlay(base)
+    for done, step in enumerate(steps, start=1):
+        with opened_version(folder, step, base.specs) as (metadata, changes):
+            for entry, change in zip(metadata.tensors, changes, strict=True):
+                if entry.name in names:
+                    state.write(_resolved(entry, change, state))
+        if progress:
+            progress(done, len(steps))
+    return state
+
+
+def _resolved(entry: TensorEntry, change: Change, state: Overlay) -> TensorPatch:
+    if isinstance(change, TensorPatch):
+        return change
+    old_digest = None if entry.old_digest is None else int(entry.old_digest, 16)
+    old = state.bits(entry.name)[change.positions]
+    return resolve(change, old, old_digest=old_digest, move=entry.moves_digest)
+
+
+def _absolute(change: Change, state: Overlay | None) -> TensorPatch:
+    if isinstance(change, TensorPatch):
+        return change
+    assert state is not None  # noqa: S101 - it was rebuilt for the tensors of all differences
+    return TensorPatch(change.spec, change.positions, state.bits(change.spec.name)[change.positions])
+
+
+def _write(planned: PlannedOpenRLDelta, out: Path, after: int, version: int) -> ExportReport:
+    with new_folder(out) as work:
+        _write_file(work / planned.payload.name, planned.payload.chunks())
+        _write_file(work / layout.METADATA_NAME, [memoryview(planned.metadata.to_json())])
+    return ExportReport(
+        folder=str(out.resolve()),
+        base_version=after,
+        version=version,
+        changed_tensors=len(planned.metadata.layer_names),
+        changed_elements=planned.metadata.changed_elements,
+        payload_bytes=planned.payload.num_bytes,
+    )
+
+
+def _write_file(path: Path, chunks: Iterable[memoryview]) -> None:
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
