@@ -163,6 +163,7 @@ class DeltaPublisher:
         self._baseline = state.baseline
         self._fingerprints: Fingerprints = {}
         self._attempt: _Attempt | None = None
+        self._is_moving = False
         logger.info(
             "opened run=%s sync_dir=%s version=%d tensors=%d elements=%d",
             self._run_id,
@@ -238,6 +239,11 @@ class DeltaPublisher:
 
     def _settle(self) -> None:
         """Find out what became of an earlier commit whose answer never came: it is adopted, or it never was."""
+        if self._is_moving:
+            logger.warning("a publication was interrupted after its commit; reading the run again")
+            state = open_run(RunFolder(self._store), Checkpoint(self._base_model), self._encoding)
+            self._version, self._state_digest, self._baseline = state.version, state.state_digest, state.baseline
+            self._fingerprints, self._attempt, self._is_moving = {}, None, False
         attempt = self._attempt
         if attempt is None:
             return
@@ -248,10 +254,12 @@ class DeltaPublisher:
 
     def _adopt(self, attempt: _Attempt) -> None:
         """Move the baseline to a committed version."""
+        self._is_moving = True  # and if it stops half-way, nobody knows where: differences cannot be added again
         self._baseline.advance(attempt.changes.changes())
         self._version, self._state_digest = attempt.record.version, attempt.record.state_digest
         self._fingerprints = attempt.fingerprints
         self._attempt = None
+        self._is_moving = False
 
     def _lineage(self) -> Lineage:
         return Lineage(

@@ -2,28 +2,36 @@
 
 A change of any byte these files pin is a change of the format, and needs a new format version. Everything that would
 differ from run to run (ids, times) is fixed here.
+
+`run` is as the first release wrote it: raw, several files named ``-of-``. `compact` has a version for every encoding.
+`merged` is what a stager makes of its last two versions.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import xxhash
+import zstandard
 
 from tests.support.wire import RUN_ID
 from vllm_delta_snapshot.dtypes import Bits
-from vllm_delta_snapshot.format.container import encode_delta
-from vllm_delta_snapshot.format.digest import add_digests, format_digest, patch_digest, state_digest
+from vllm_delta_snapshot.format.blocks import EncodedBlock, Placed, group_blocks
+from vllm_delta_snapshot.format.container import plan_file
+from vllm_delta_snapshot.format.digest import format_digest, patch_digest, state_digest
 from vllm_delta_snapshot.format.encodings import encoding_of
+from vllm_delta_snapshot.format.layout import delta_file_name
 from vllm_delta_snapshot.format.metadata import DeltaMetadata, FileEntry, TensorEntry, Timings
 from vllm_delta_snapshot.format.run import BaseIdentity, RunInfo
 from vllm_delta_snapshot.format.safetensors_io import NamedBits, file_chunks
 from vllm_delta_snapshot.format.version import VersionRecord
 from vllm_delta_snapshot.format.wire import SpecEntry
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+from vllm_delta_snapshot.types import Change, TensorDifference, TensorPatch, TensorSpec
 
 FOLDER = Path(__file__).parent
 TIME = "2026-01-02T03:04:05+00:00"
@@ -56,13 +64,24 @@ SPECS = [TensorSpec(f"model.{code.lower()}.weight", (3, 5), code) for code in CO
 ]
 """Every element type of format version 1, a scalar, an empty tensor, a name that is not ASCII."""
 
+COMPACT_SPECS = [
+    TensorSpec(f"model.{code.lower()}.weight", (6, 8), code)
+    for code in ("U8", "F8_E4M3", "BF16", "F16", "F32", "I32", "F64", "C64")
+] + [
+    TensorSpec("model.scalar", (), "F32"),
+    TensorSpec("model.void", (0, 4), "BF16"),
+    TensorSpec("model.é", (2,), "BF16"),
+    TensorSpec("model.wide", (140_000,), "F8_E5M2"),
+]
+"""Two of every width, so that tensors share blocks; one with gaps of more than 16 bits."""
+
 State = dict[str, Bits]
 
 
-def base_state() -> State:
+def base_state(specs: Sequence[TensorSpec] = SPECS) -> State:
     """Return the base: a fixed pattern that uses every byte of an element."""
     state = {}
-    for place, spec in enumerate(SPECS):
+    for place, spec in enumerate(specs):
         count = np.arange(spec.numel * spec.element.itemsize, dtype=np.uint64)
         data = ((count * np.uint64(37) + np.uint64(11 * place)) % np.uint64(251)).astype(np.uint8)
         state[spec.name] = data % 2 if spec.dtype == "BOOL" else data.view(spec.element.bits)
@@ -86,125 +105,282 @@ MAX_FILE_BYTES = {4: 60}
 """Version 4 is split into several files."""
 
 
-def main() -> None:
-    """Write everything anew."""
-    for name in ("base", "run"):
-        shutil.rmtree(FOLDER / name, ignore_errors=True)
-    (FOLDER / "base").mkdir()
-    state = base_state()
-    tensors = [NamedBits(spec, state[spec.name]) for spec in SPECS]
-    (FOLDER / "base" / "model.safetensors").write_bytes(b"".join(file_chunks(tensors, {"format": "pt"})))
-    digest = state_digest((spec, state[spec.name]) for spec in SPECS)
-    _write("run.json", _run_info(digest).to_json())
-    for version in (1, 2, 3, 4):
-        digest = _write_version(version, state, digest)
-    expected = {"state_digests": _digests, "states": _states}
-    (FOLDER / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+Files = list[tuple[str, list[EncodedBlock]]]
+"""The files of a version: their names, and the blocks in each."""
 
 
-_digests: list[str] = []
-_states: list[dict[str, str]] = []
+def raw_files(version: int) -> Files:
+    """Return the files of a version as the first release named and filled them."""
+    groups: list[list[EncodedBlock]] = [[]]
+    for place, patch in enumerate(patches_of(version)):
+        block = _encoded("raw", [Placed(place, patch, "raw")])
+        size = sum(other.num_bytes for other in groups[-1])
+        if groups[-1] and size + block.num_bytes > MAX_FILE_BYTES.get(version, 10**9):
+            groups.append([])
+        groups[-1].append(block)
+    if len(groups) == 1:
+        return [("delta.safetensors", groups[0])]
+    return [(f"delta-{n + 1:05d}-of-{len(groups):05d}.safetensors", group) for n, group in enumerate(groups)]
 
 
-def _run_info(digest: int) -> RunInfo:
-    _digests.append(format_digest(digest))
-    _states.append({name: bits.tobytes().hex() for name, bits in base_state().items()})
-    return RunInfo(
-        run_id=RUN_ID,
-        created_at=TIME,
-        tool="golden",
-        encodings=("raw",),
-        base=BaseIdentity(
-            name="golden/base",
-            state_digest=format_digest(digest),
-            num_tensors=len(SPECS),
-            total_elements=sum(spec.numel for spec in SPECS),
-        ),
-        tensors=tuple(SpecEntry.of(spec) for spec in SPECS),
-    )
+COMPACT_ENCODINGS = {
+    1: ("packed",),
+    2: ("bitmap",),
+    3: ("dense",),
+    4: ("difference",),
+    5: ("bitmap_difference",),
+    6: ("dense_difference",),
+    7: ("raw_difference",),
+    8: ("raw",),
+    9: ("packed", "difference", "raw", "bitmap_difference", "raw_difference", "bitmap"),
+}
+"""Spelled out, as the element types are."""
+
+COMPACT_FILES = {9: 3}
+"""How many files a version has, if more than one."""
+
+_STEPS = (1, -1, -1, 1, 2, 300, -129, 1, -70_000)
 
 
-def _write_version(version: int, state: State, base_digest: int) -> int:
-    publication_id = f"{version:08x}" * 4
-    folder = f"deltas/{version:08d}-{publication_id[:8]}"
-    patches = patches_of(version)
-    planned = encode_delta(patches, encoding_of("raw"), max_file_bytes=MAX_FILE_BYTES.get(version, 10**9))
-    files = []
-    for file in planned:
-        data = b"".join(file.chunks())
-        _write(f"{folder}/{file.name}", data)
-        files.append(FileEntry(name=file.name, bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data)))
-    file_of = {place: number for number, file in enumerate(planned) for place in file.members}
-    entries, digest = [], base_digest
-    for place, patch in enumerate(patches):
-        bits = state[patch.spec.name]
-        old = patch_digest(patch.spec, patch.positions, bits[patch.positions])
-        new = patch_digest(patch.spec, patch.positions, patch.values)
-        digest = add_digests(digest, new, -old)
-        state[patch.spec.name] = bits.copy()
-        state[patch.spec.name][patch.positions] = patch.values
-        entries.append(
-            TensorEntry(
-                name=patch.spec.name,
-                shape=patch.spec.shape,
-                dtype=patch.spec.dtype,
-                changed=patch.changed,
-                encoding="raw",
-                file=file_of[place],
-                old_digest=format_digest(old),
-                new_digest=format_digest(new),
-            )
+def compact_changes(version: int, state: State) -> list[tuple[Change, str]]:
+    """Return the changes of a version of `compact`, and their encodings.
+
+    Args:
+        version: the version.
+        state: the one before.
+    """
+    names = COMPACT_ENCODINGS[version]
+    changes = []
+    for place, spec in enumerate(COMPACT_SPECS):
+        encoding = names[place // 2 % len(names)]
+        positions = _compact_positions(version, spec, is_dense=encoding.startswith("dense"))
+        if not positions.size:
+            continue
+        old = state[spec.name][positions]
+        steps = [_STEPS[(place + version + i) % len(_STEPS)] for i in range(positions.size)]
+        moves = np.array([step % (1 << (8 * spec.element.itemsize)) for step in steps], spec.element.bits)
+        if encoding_of(encoding).is_difference:
+            changes.append((TensorDifference(spec, positions, moves), encoding))
+        else:
+            changes.append((TensorPatch(spec, positions, old + moves), encoding))
+    return changes
+
+
+def merged_changes(before: State, after: State) -> list[tuple[Change, str]]:
+    """Return the differences between two states of `compact`; of every second tensor, some values are absolute."""
+    changes: list[tuple[Change, str]] = []
+    for place, spec in enumerate(COMPACT_SPECS):
+        old, new = before[spec.name], after[spec.name]
+        positions = np.flatnonzero(old != new).astype(np.int32)
+        absolute = np.arange(positions.size) % 3 == 1
+        moves = (new - old)[positions]
+        if place % 2:
+            change = TensorDifference(spec, positions, moves)
+        else:
+            change = TensorDifference(spec, positions, np.where(absolute, new[positions], moves), absolute)
+        if positions.size:
+            changes.append((change, "raw_difference"))
+    return changes
+
+
+def _compact_positions(version: int, spec: TensorSpec, *, is_dense: bool) -> np.ndarray:
+    if spec.name == "model.wide":
+        return np.array([] if is_dense else [3, 65_538, 131_074, 131_075, 139_990 + version], np.int32)
+    if is_dense:
+        return np.arange(spec.numel, dtype=np.int32)
+    return np.arange(version % 2 if spec.numel > 1 else 0, spec.numel, 1 + version % 3, dtype=np.int32)
+
+
+def compact_files(version: int, changes: Sequence[tuple[Change, str]]) -> Files:
+    """Return the files of a version of `compact`. No block is raw that was not to be."""
+    placed = [Placed(place, change, encoding) for place, (change, encoding) in enumerate(changes)]
+    blocks = [_encoded(block.encoding, block.members) for block in group_blocks(placed)]
+    count = COMPACT_FILES.get(version, 1)
+    return [(delta_file_name(None if count == 1 else n), blocks[n::count]) for n in range(count)]
+
+
+def _encoded(encoding: str, members: Sequence[Placed]) -> EncodedBlock:
+    return EncodedBlock(encoding, tuple(members), encoding_of(encoding).encode([m.change for m in members]))
+
+
+@dataclass
+class _Run:
+    """A run that is being written: a folder, and the state at every version so far."""
+
+    name: str
+    specs: list[TensorSpec]
+    encodings: tuple[str, ...]
+    states: list[State] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        shutil.rmtree(FOLDER / self.name, ignore_errors=True)
+        self.states.append(base_state(self.specs))
+        _write(f"{self.name}/run.json", self._info().to_json())
+
+    @property
+    def digests(self) -> list[str]:
+        return [format_digest(state_digest((spec, state[spec.name]) for spec in self.specs)) for state in self.states]
+
+    def publish(self, version: int, changes: Sequence[tuple[Change, str]], files: Files) -> None:
+        folder = f"deltas/{version:08d}-{version:08x}"
+        self.states.append(_after(self.states[-1], changes))
+        metadata = self.write(f"{self.name}/{folder}", (version - 1, version), changes, files)
+        data = metadata.to_json()
+        record = VersionRecord(
+            run_id=RUN_ID,
+            version=version,
+            base_version=version - 1,
+            publication_id=metadata.publication_id,
+            folder=folder,
+            metadata_bytes=len(data),
+            metadata_xxh3_128=xxhash.xxh3_128_hexdigest(data),
+            payload_bytes=sum(entry.bytes for entry in metadata.files),
+            changed_elements=metadata.changed_elements,
+            base_state_digest=metadata.base_state_digest,
+            state_digest=metadata.state_digest,
+            created_at=TIME,
         )
-    changed = sum(patch.changed for patch in patches)
-    total = sum(spec.numel for spec in SPECS)
-    metadata = DeltaMetadata(
-        format_version=2 if len(files) == 1 else 3,
-        base_model="golden/base",
-        created_at=TIME,
-        timestamp=1767323045.25,
-        changed_elements=changed,
-        total_elements=total,
-        density_pct=round(100 * changed / total, 3),
-        layer_names=tuple(patch.spec.name for patch in patches),
-        layer_shapes=tuple(patch.spec.shape for patch in patches),
-        run_id=RUN_ID,
-        publication_id=publication_id,
-        version=version,
-        base_version=version - 1,
-        base_state_digest=format_digest(base_digest),
-        state_digest=format_digest(digest),
-        files=tuple(files),
-        tensors=tuple(entries),
-        step=10 * version,
-        metrics={"reward": 0.5},
-        timings=Timings(diff_s=0.5, upload_s=0.25),
-        writer="golden",
-    ).to_json()
-    _write(f"{folder}/metadata.json", metadata)
-    record = VersionRecord(
-        run_id=RUN_ID,
-        version=version,
-        base_version=version - 1,
-        publication_id=publication_id,
-        folder=folder,
-        metadata_bytes=len(metadata),
-        metadata_xxh3_128=xxhash.xxh3_128_hexdigest(metadata),
-        payload_bytes=sum(entry.bytes for entry in files),
-        changed_elements=changed,
-        base_state_digest=format_digest(base_digest),
-        state_digest=format_digest(digest),
-        created_at=TIME,
+        _write(f"{self.name}/versions/{version:08d}.json", record.to_json())
+
+    def write(
+        self, folder: str, versions: tuple[int, int], changes: Sequence[tuple[Change, str]], files: Files
+    ) -> DeltaMetadata:
+        """Write a delta's folder. Over several versions, the digests of the old values are left out."""
+        entries = []
+        for name, blocks in files:
+            data = b"".join(plan_file(name, blocks).chunks())
+            _write(f"{folder}/{name}", data)
+            entries.append(FileEntry(name=name, bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data)))
+        metadata = self._metadata(versions, changes, files, entries)
+        _write(f"{folder}/metadata.json", metadata.to_json())
+        return metadata
+
+    def _info(self) -> RunInfo:
+        return RunInfo(
+            run_id=RUN_ID,
+            created_at=TIME,
+            tool="golden",
+            encodings=self.encodings,
+            base=BaseIdentity(
+                name="golden/base",
+                state_digest=self.digests[0],
+                num_tensors=len(self.specs),
+                total_elements=sum(spec.numel for spec in self.specs),
+            ),
+            tensors=tuple(SpecEntry.of(spec) for spec in self.specs),
+        )
+
+    def _metadata(
+        self,
+        versions: tuple[int, int],
+        changes: Sequence[tuple[Change, str]],
+        files: Files,
+        entries: list[FileEntry],
+    ) -> DeltaMetadata:
+        base_version, version = versions
+        before, after = (self.states[number] for number in versions)
+        places = _places(files)
+        tensors = tuple(
+            _entry(change, encoding, places[place], before, after, old_is_known=version == base_version + 1)
+            for place, (change, encoding) in enumerate(changes)
+        )
+        changed = sum(entry.changed for entry in tensors)
+        total = sum(spec.numel for spec in self.specs)
+        return DeltaMetadata(
+            format_version=2 if len(files) == 1 and self.encodings == ("raw",) else 3,
+            base_model="golden/base",
+            created_at=TIME,
+            timestamp=1767323045.25,
+            changed_elements=changed,
+            total_elements=total,
+            density_pct=round(100 * changed / total, 3),
+            layer_names=tuple(entry.name for entry in tensors),
+            layer_shapes=tuple(entry.shape for entry in tensors),
+            run_id=RUN_ID,
+            publication_id=f"{version:08x}" * 4,
+            version=version,
+            base_version=base_version,
+            base_state_digest=self.digests[base_version],
+            state_digest=self.digests[version],
+            files=tuple(entries),
+            tensors=tensors,
+            step=10 * version,
+            metrics={"reward": 0.5},
+            timings=Timings(diff_s=0.5, upload_s=0.25),
+            writer="golden",
+        )
+
+
+def _entry(
+    change: Change,
+    encoding: str,
+    place: tuple[int, int | None],
+    before: State,
+    after: State,
+    *,
+    old_is_known: bool,
+) -> TensorEntry:
+    spec, positions = change.spec, change.positions
+    old, new = (patch_digest(spec, positions, state[spec.name][positions]) for state in (before, after))
+    return TensorEntry(
+        name=spec.name,
+        shape=spec.shape,
+        dtype=spec.dtype,
+        changed=change.changed,
+        encoding=encoding,
+        file=place[0],
+        block=place[1],
+        old_digest=format_digest(old) if old_is_known else None,
+        new_digest=format_digest(new if old_is_known else new - old),
     )
-    _write(f"versions/{version:08d}.json", record.to_json())
-    _digests.append(format_digest(digest))
-    _states.append({name: bits.tobytes().hex() for name, bits in state.items()})
-    return digest
+
+
+def _after(state: State, changes: Sequence[tuple[Change, str]]) -> State:
+    result = {name: bits.copy() for name, bits in state.items()}
+    for change, _ in changes:
+        bits = result[change.spec.name]
+        patch = change.resolve(bits[change.positions]) if isinstance(change, TensorDifference) else change
+        bits[patch.positions] = patch.values
+    return result
+
+
+def _places(files: Files) -> dict[int, tuple[int, int | None]]:
+    """Return the file and, if it is shared, the block of every place."""
+    return {
+        member.place: (number, block.place if len(block.members) > 1 else None)
+        for number, (_, blocks) in enumerate(files)
+        for block in blocks
+        for member in block.members
+    }
 
 
 def _write(key: str, data: bytes) -> None:
-    path = FOLDER / "run" / key
+    path = FOLDER / key
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
+
+
+def main() -> None:
+    """Write everything anew."""
+    tensors = [NamedBits(spec, base_state()[spec.name]) for spec in SPECS]
+    _write("base/model.safetensors", b"".join(file_chunks(tensors, {"format": "pt"})))
+    run = _Run("run", SPECS, ("raw",))
+    for version in (1, 2, 3, 4):
+        run.publish(version, [(patch, "raw") for patch in patches_of(version)], raw_files(version))
+    states = [{name: bits.tobytes().hex() for name, bits in state.items()} for state in run.states]
+    _write_json("expected.json", {"state_digests": run.digests, "states": states})
+
+    compact = _Run("compact", COMPACT_SPECS, tuple(sorted({name for v in COMPACT_ENCODINGS.values() for name in v})))
+    for version in COMPACT_ENCODINGS:
+        changes = compact_changes(version, compact.states[-1])
+        compact.publish(version, changes, compact_files(version, changes))
+    merged = merged_changes(compact.states[7], compact.states[9])
+    compact.write("merged", (7, 9), merged, compact_files(0, merged))
+    _write_json("expected_compact.json", {"zstd": list(zstandard.ZSTD_VERSION), "state_digests": compact.digests})
+
+
+def _write_json(key: str, value: object) -> None:
+    _write(key, json.dumps(value, indent=1).encode() + b"\n")
 
 
 if __name__ == "__main__":

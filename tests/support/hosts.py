@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.support.runs import State, TinyRun, assert_same_state
+from tests.support.tensors import apply_by_hand
 from vllm_delta_snapshot.format.digest import format_digest, patch_digest, seeded_digests
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.openrl import read_folder_metadata
@@ -16,6 +17,7 @@ from vllm_delta_snapshot.stage.decode import decode
 from vllm_delta_snapshot.stage.mapping import read_lanes
 from vllm_delta_snapshot.stage.places import PlaceMap, Segment
 from vllm_delta_snapshot.stage.stager import Stager
+from vllm_delta_snapshot.types import TensorDifference
 
 
 class Host:
@@ -87,10 +89,15 @@ class Host:
         assert isinstance(metadata, DeltaMetadata)
         assert (metadata.base_version, metadata.version) == (base, version)
         state = {name: bits.copy() for name, bits in self.run.history[base].items()}
-        for entry, patch in zip(metadata.tensors, decode(metadata, folder, self.run.specs), strict=True):
-            old = state[patch.spec.name][patch.positions]
-            assert entry.old_digest == format_digest(patch_digest(patch.spec, patch.positions, old))
-            state[patch.spec.name][patch.positions] = patch.values
+        for entry, change in zip(metadata.tensors, decode(metadata, folder, self.run.specs), strict=True):
+            spec, positions = change.spec, change.positions
+            old = state[spec.name]
+            state[spec.name] = apply_by_hand(old, change)
+            before, after = (patch_digest(spec, positions, bits[positions]) for bits in (old, state[spec.name]))
+            assert entry.old_digest == format_digest(before) or (
+                entry.old_digest is None and isinstance(change, TensorDifference)
+            )
+            assert format_digest(entry.moves_digest) == format_digest(after - before)
         assert_same_state(state, self.run.history[version])
         return metadata
 
@@ -99,15 +106,21 @@ class Host:
         lanes, head = read_lanes(self.area.mapped_folder(base, version, places.id))
         assert (head["base_version"], head["version"]) == (base, version)
         storages = storages_of(self.run.history[base], places)
-        digests: dict[str, int] = {}
+        digests: dict[str, tuple[int, int]] = {}
         for lane in lanes:
-            found = seeded_digests(lane.seeds, storages[lane.storage][lane.index], lane.starts)
-            for run, digest in zip(lane.runs, found.tolist(), strict=True):
-                digests[run.name] = digests.get(run.name, 0) + digest
-            storages[lane.storage][lane.index] = lane.values
-        assert {name: format_digest(d) for name, d in digests.items()} == {
-            name: old for name, changed, old in head["tensors"] if changed
-        }
+            old = storages[lane.storage][lane.index]
+            new = lane.resolve(old)
+            found = [seeded_digests(lane.seeds, bits, lane.starts).tolist() for bits in (old, new)]
+            for run, before, after in zip(lane.runs, *found, strict=True):
+                known = digests.get(run.name, (0, 0))
+                digests[run.name] = (known[0] + before, known[1] + after)
+            storages[lane.storage][lane.index] = new
+        assert head["has_differences"] == any(lane.relative is not None for lane in lanes)
+        assert digests.keys() == {name for name, changed, _, _ in head["tensors"] if changed}
+        for name, _, old_digest, move in head["tensors"]:
+            before, after = digests.get(name, (0, 0))
+            assert old_digest in (None, format_digest(before))
+            assert move == format_digest(after - before)
         expected = storages_of(self.run.history[version], places)
         assert {n: s.tolist() for n, s in storages.items()} == {n: s.tolist() for n, s in expected.items()}
 

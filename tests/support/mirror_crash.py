@@ -65,13 +65,15 @@ def run_lines(action: Callable[[], object], last: int | None) -> int:
     return seen
 
 
-def killed_at_lines(action: Callable[[Path], object], prepare: Callable[[Path], object], work: Path) -> list[str]:
-    """Kill `action` once before each line, each time on a folder that `prepare` made."""
+def killed_at_lines(
+    action: Callable[[Path], object], prepare: Callable[[Path], object], work: Path, *, every: int = 1
+) -> list[str]:
+    """Kill `action` once before each line, or every so many, each time on a folder that `prepare` made."""
     reader, writer = os.pipe()
     prepare(work / "whole")
     assert forked(lambda: os.write(writer, b"%d" % run_lines(lambda: action(work / "whole"), None))) == 0
     dead = []
-    for last in range(int(os.read(reader, 100))):
+    for last in range(0, int(os.read(reader, 100)), every):
         folder = work / f"line-{last}"
         prepare(folder)
 

@@ -74,6 +74,16 @@ def mirror_of(base: Path, folder: Path, version: int = 0) -> Mirror:
     return Mirror.create(folder, checkpoint, run_id=RUN_ID, version=version, state_digest=digest)
 
 
+def flip_weights(folder: Path, *names: str) -> None:
+    """Flip the lowest bit of every byte of some tensors of a checkpoint; of all, if none is named."""
+    for file in Checkpoint(folder).files:
+        data = np.memmap(file.path, np.uint8, "r+")
+        for name, spec in file.specs.items():
+            if not names or name in names:
+                data[file.offset(name) : file.offset(name) + spec.num_bytes] ^= 1
+        data.flush()
+
+
 def reopened(folder: Path) -> Mirror:
     """Open a mirror that must be there."""
     mirror = Mirror.open(folder)

@@ -7,30 +7,36 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import xxhash
 
 from tests.support.checkpoints import TINY_SPECS, tiny_tensors, write_checkpoint
-from tests.support.tensors import bits_of, random_bits, rng_of
+from tests.support.tensors import apply_by_hand, bits_of, random_bits, rng_of
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.dtypes import Bits
+from vllm_delta_snapshot.format.choose import Chosen, choose
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.version import VersionRecord
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.decode import decode
 from vllm_delta_snapshot.stage.fetch import fetch
 from vllm_delta_snapshot.store.posix import PosixStore
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+from vllm_delta_snapshot.types import Change, TensorSpec
 
 State = dict[str, Bits]
 """The bits of every tensor at one version."""
 
 
 class TinyTrainer:
-    """Weights that change at random: a few elements a step, to any bit patterns."""
+    """Weights that change at random: a few elements a step, to any bit patterns or by one unit of the last place.
+
+    So the same tensor is published now as a difference, now as absolute values.
+    """
 
     def __init__(self, seed: object = 0) -> None:
         self.seed = seed
@@ -45,8 +51,13 @@ class TinyTrainer:
         for place, spec in enumerate(TINY_SPECS):
             if spec.numel and (place + number) % 2 == 0:
                 count = max(1, spec.numel // 10)
-                positions = rng_of(self.seed, number, place).choice(spec.numel, count, replace=False)
-                self.poke(spec.name, positions, random_bits(spec.dtype, count, self.seed, number, place))
+                rng = rng_of(self.seed, number, place)
+                positions = rng.choice(spec.numel, count, replace=False)
+                values = random_bits(spec.dtype, count, self.seed, number, place)
+                if (place + number) % 4 == 0:
+                    one = np.ones(count, values.dtype)
+                    values = bits_of(self.weights[spec.name])[positions] + np.where(rng.random(count) < 0.5, one, -one)
+                self.poke(spec.name, positions, values)
 
     def poke(self, name: str, positions: np.ndarray, values: Bits) -> None:
         """Write bit patterns."""
@@ -92,25 +103,74 @@ class TinyRun:
         """Return the first payload file of a version, in the store."""
         return self.sync_dir / self.record(version).folder / self.metadata(version).files[0].name
 
-    def patches(self, version: int, local: Path) -> list[TensorPatch]:
+    def changes(self, version: int, local: Path) -> list[Change]:
         """Fetch and decode a version by way of `local`."""
         metadata = self.metadata(version)
         fetch(PosixStore(self.sync_dir), self.record(version), metadata, local)
         return decode(metadata, local, self.specs)
 
 
-def make_run(folder: Path, versions: int = 3, *, seed: object = 0, max_file_bytes: int | None = None) -> TinyRun:
+def make_run(
+    folder: Path,
+    versions: int = 3,
+    *,
+    seed: object = 0,
+    max_file_bytes: int | None = None,
+    encoding: str | None = None,
+) -> TinyRun:
     """Publish `versions` versions under `folder`."""
     trainer = TinyTrainer(seed)
     base = write_checkpoint(folder / "base", trainer.weights)
     limits = {} if max_file_bytes is None else {"max_file_bytes": max_file_bytes}
-    publisher = DeltaPublisher(trainer, sync_dir=str(folder / "run"), base=base, **limits)
+    publisher = DeltaPublisher(trainer, sync_dir=str(folder / "run"), base=base, encoding=encoding, **limits)
     run = TinyRun(base, folder / "run", trainer, publisher, [trainer.state()])
     for number in range(1, versions + 1):
         trainer.step(number)
         publisher.publish()
         run.history.append(trainer.state())
     return run
+
+
+MIXED = ("difference", "difference", "raw", "auto", "bitmap_difference", "packed", "dense_difference", "dense")
+"""Encodings of consecutive versions in which every tensor is changed now by a difference, now absolutely."""
+
+
+def make_mixed_run(folder: Path, versions: int = len(MIXED)) -> TinyRun:
+    """Publish versions in different encodings, each by a publisher that resumes the run."""
+    run = make_run(folder, 0)
+    for number, encoding in zip(range(1, versions + 1), MIXED, strict=False):
+        run.publisher = DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding=encoding)
+        run.trainer.step(number)
+        run.publisher.publish()
+        run.history.append(run.trainer.state())
+    return run
+
+
+def forge_old_value(run: TinyRun, encoding: str) -> str:
+    """Publish one version by a trainer that remembers one element wrong; return the tensor's name."""
+    publisher = DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding=encoding)
+    name = TINY_SPECS[0].name
+    state = run.trainer.state()[name]
+    run.trainer.poke(name, np.array([5]), state[[5]] + np.uint16(1))
+    publisher._baseline.bits(name)[5] ^= np.uint16(2)
+    publisher.publish()
+    return name
+
+
+def forge_difference(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Publish one version whose payload says another difference than its digests; return the tensor's name."""
+    publisher = DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding="difference")
+    name = TINY_SPECS[0].name
+    run.trainer.poke(name, np.array([5]), run.trainer.state()[name][[5]] + np.uint16(1))
+
+    def forged(*args: Any) -> Chosen:
+        chosen = choose(*args)
+        return replace(chosen, change=replace(chosen.change, values=chosen.change.values + np.uint16(1)))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("trainer_hooks.publisher.choose", forged)
+        publisher.publish()
+    return name
 
 
 def replay(sync_dir: Path, base: Path, scratch: Path) -> list[State]:
@@ -124,8 +184,8 @@ def replay(sync_dir: Path, base: Path, scratch: Path) -> list[State]:
         local = scratch / f"replay-{version}"
         fetch(folder.store, record, metadata, local)
         state = {name: bits.copy() for name, bits in states[-1].items()}
-        for patch in decode(metadata, local, folder.read_run().specs()):
-            state[patch.spec.name][patch.positions] = patch.values
+        for change in decode(metadata, local, folder.read_run().specs()):
+            state[change.spec.name] = apply_by_hand(state[change.spec.name], change)
         states.append(state)
     return states
 

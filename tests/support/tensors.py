@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_delta_snapshot.dtypes import ALL_CODES, Bits, dtype_of
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec, position_dtype
+from vllm_delta_snapshot.types import Change, TensorDifference, TensorPatch, TensorSpec, position_dtype
 
 TORCH_CODES = tuple(code for code in ALL_CODES if hasattr(torch, dtype_of(code).torch_name))
 """Codes that this torch knows."""
@@ -73,11 +73,14 @@ def patch_of(spec: TensorSpec, changes: dict[int, int]) -> TensorPatch:
     return TensorPatch(spec, positions, np.array([changes[p] for p in sorted(changes)], dtype=spec.element.bits))
 
 
-def apply_by_hand(bits: Bits, patch: TensorPatch) -> Bits:
-    """Return the patched bits; one element after the other, as slow and simple as can be."""
+def apply_by_hand(bits: Bits, change: Change) -> Bits:
+    """Return the changed bits; one element after the other, as slow and simple as can be."""
     result = bits.copy()
-    for position, value in zip(patch.positions.tolist(), patch.values.tolist(), strict=True):
-        result[position] = value
+    for at, (position, value) in enumerate(zip(change.positions.tolist(), change.values.tolist(), strict=True)):
+        if isinstance(change, TensorDifference) and (change.absolute is None or not change.absolute[at]):
+            result[position] = (int(result[position]) + value) % (1 << 8 * bits.dtype.itemsize)
+        else:
+            result[position] = value
     return result
 
 

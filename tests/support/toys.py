@@ -12,7 +12,7 @@ from tests.support.tensors import bits_of, random_bits, rng_of, to_torch
 from vllm_delta_snapshot.engine.lanes import LiveLane, ready_lanes, write_lanes
 from vllm_delta_snapshot.engine.load_plan import LoadPlan
 from vllm_delta_snapshot.stage.mapping import map_update
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec, position_dtype
+from vllm_delta_snapshot.types import Change, TensorPatch, TensorSpec, position_dtype
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 Load = Callable[["Toy", str, torch.Tensor], None]
@@ -30,7 +30,8 @@ class Toy(nn.Module):
     def __init__(self, load: Load, dtype: torch.dtype = torch.bfloat16, **shapes: tuple[int, ...]) -> None:
         super().__init__()
         for name, shape in (shapes or {"qk": (6, 6)}).items():
-            values = torch.from_numpy(rng_of(name, shape).standard_normal(shape)).to(dtype)
+            # Of a type that most checkpoints have, as what was loaded from one.
+            values = torch.from_numpy(rng_of(name, shape).standard_normal(shape)).to(torch.bfloat16).to(dtype)
             self.register_parameter(name, nn.Parameter(values, requires_grad=False))
         self._load = load
 
@@ -55,14 +56,14 @@ def tensor_of(patch: TensorPatch) -> torch.Tensor:
     return to_torch(patch.values, patch.spec)
 
 
-def live_lanes(plan: LoadPlan, patches: Sequence[TensorPatch]) -> list[LiveLane]:
-    """Map patches and bring them to the live weights; nothing is written."""
-    return ready_lanes(plan, map_update(patches, plan.places))
+def live_lanes(plan: LoadPlan, changes: Sequence[Change]) -> list[LiveLane]:
+    """Map changes and bring them to the live weights; nothing is written."""
+    return ready_lanes(plan, map_update(changes, plan.places))
 
 
-def write_through(plan: LoadPlan, patches: Sequence[TensorPatch]) -> None:
-    """Write patches to where the plan says."""
-    assert all(write_lanes(live_lanes(plan, patches)))
+def write_through(plan: LoadPlan, changes: Sequence[Change]) -> None:
+    """Write changes to where the plan says."""
+    assert all(write_lanes(live_lanes(plan, changes)))
 
 
 def specs_of(**shapes: tuple[int, ...]) -> Mapping[str, TensorSpec]:

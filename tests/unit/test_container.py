@@ -1,6 +1,9 @@
-"""The payload container: patches to files and back, and files that hold something else."""
+"""The payload container: blocks to files and back, and files that hold something else."""
 
 import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,18 +13,42 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.strategies import codes, patches_for, shapes
-from tests.support.tensors import assert_same_patches, random_patch
+from tests.support.encodings import assert_same_changes, assert_valid, blocks_for, example
+from tests.support.tensors import random_patch
 from vllm_delta_snapshot.dtypes import ALL_CODES
 from vllm_delta_snapshot.errors import CorruptFile, FormatError, ObjectNotFound, UnsupportedFormat
-from vllm_delta_snapshot.format.container import PlannedFile, StoredPatch, decode_file, encode_delta
-from vllm_delta_snapshot.format.encodings.raw import Raw
+from vllm_delta_snapshot.format.blocks import EncodedBlock, Placed
+from vllm_delta_snapshot.format.container import PlannedFile, StoredChange, decode_file, plan_file
+from vllm_delta_snapshot.format.encodings import ENCODINGS, encoding_of
+from vllm_delta_snapshot.format.encodings.base import Stated
 from vllm_delta_snapshot.format.safetensors_io import MappedFile
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+from vllm_delta_snapshot.types import Change, TensorPatch, TensorSpec
+
+NAME = "delta.safetensors"
 
 
-def stored(patches: list[TensorPatch], members: tuple[int, ...]) -> list[StoredPatch]:
-    return [StoredPatch(place, patches[place].spec, patches[place].changed, "raw") for place in members]
+def block_of(encoding: str, members: dict[int, Change]) -> EncodedBlock:
+    placed = tuple(Placed(place, change, encoding) for place, change in members.items())
+    return EncodedBlock(encoding, placed, encoding_of(encoding).encode(list(members.values())))
+
+
+def raw_blocks(patches: Sequence[Change]) -> list[EncodedBlock]:
+    return [block_of("raw", {place: patch}) for place, patch in enumerate(patches)]
+
+
+def stored(blocks: Sequence[EncodedBlock]) -> list[StoredChange]:
+    """Return what metadata says, in the order of places."""
+    found = [
+        StoredChange(member.place, member.change.spec, member.change.changed, block.encoding, block.place)
+        for block in blocks
+        for member in block.members
+    ]
+    return sorted(found, key=lambda change: change.place)
+
+
+def changes_of(blocks: Sequence[EncodedBlock]) -> list[Change]:
+    members = [member for block in blocks for member in block.members]
+    return [member.change for member in sorted(members, key=lambda member: member.place)]
 
 
 def write(folder: Path, file: PlannedFile) -> Path:
@@ -31,86 +58,158 @@ def write(folder: Path, file: PlannedFile) -> Path:
     return path
 
 
-def round_trip(folder: Path, patches: list[TensorPatch], **limits: int) -> list[TensorPatch]:
-    found: dict[int, TensorPatch] = {}
-    for file in encode_delta(patches, Raw(), **limits):
-        decoded = decode_file(write(folder, file), stored(patches, file.members))
-        found |= dict(zip(file.members, decoded, strict=True))
-    return [found[place] for place in range(len(patches))]
+def round_trip(folder: Path, blocks: Sequence[EncodedBlock]) -> list[Change]:
+    return decode_file(write(folder, plan_file(NAME, blocks)), stored(blocks))
 
 
 def patches_of_all_codes() -> list[TensorPatch]:
     return [random_patch(TensorSpec(f"w.{code}", (50,), code), 9) for code in ALL_CODES]
 
 
+def blocks_of_all_encodings() -> list[EncodedBlock]:
+    """Return a block of each encoding, the places of their tensors interleaved."""
+    blocks = []
+    for number, encoding in enumerate(ENCODINGS.values()):
+        places = range(number, 30, 10) if encoding.is_joint else (number,)
+        members = {place: example(encoding, name=f"{encoding.name}.{place}") for place in places}
+        blocks.append(block_of(encoding.name, members))
+    return blocks
+
+
 def test_patches_of_all_types_come_back(tmp_path: Path):
-    assert_same_patches(round_trip(tmp_path, patches_of_all_codes()), patches_of_all_codes())
+    assert_same_changes(round_trip(tmp_path, raw_blocks(patches_of_all_codes())), patches_of_all_codes())
 
 
-@given(st.data(), st.sampled_from([0, 40, 10**9]))
-def test_any_patches_come_back_from_one_or_many_files(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, max_file_bytes: int
-):
-    table = data.draw(st.lists(st.tuples(shapes, codes), max_size=4))
-    patches = [data.draw(patches_for(TensorSpec(f"w{i}", *item))) for i, item in enumerate(table)]
-    assert_same_patches(round_trip(tmp_path_factory.getbasetemp(), patches, max_file_bytes=max_file_bytes), patches)
+def test_blocks_of_all_encodings_come_back_from_one_file(tmp_path: Path):
+    blocks = blocks_of_all_encodings()
+    assert_same_changes(round_trip(tmp_path, blocks), changes_of(blocks))
 
 
-def test_no_patches_make_one_empty_file(tmp_path: Path):
-    [file] = encode_delta([], Raw())
-    assert file.name == "delta.safetensors"
-    assert decode_file(write(tmp_path, file), []) == []
+def test_changes_are_the_same_with_and_without_threads(tmp_path: Path):
+    blocks = blocks_of_all_encodings()
+    path = write(tmp_path, plan_file(NAME, blocks))
+    with ThreadPoolExecutor(3) as pool:
+        assert_same_changes(decode_file(path, stored(blocks), pool), decode_file(path, stored(blocks)))
 
 
-def test_one_file_has_the_name_that_openrl_reads():
-    assert [file.name for file in encode_delta(patches_of_all_codes(), Raw())] == ["delta.safetensors"]
+def test_changes_come_back_in_the_order_asked_for(tmp_path: Path):
+    blocks = raw_blocks(patches_of_all_codes())
+    found = decode_file(write(tmp_path, plan_file(NAME, blocks)), stored(blocks)[::-1])
+    assert_same_changes(found, patches_of_all_codes()[::-1])
 
 
-def test_several_files_are_numbered_and_cover_every_patch_once():
-    patches = [random_patch(TensorSpec(f"w{i}", (100,), "BF16"), 10) for i in range(5)]
-    files = encode_delta(patches, Raw(), max_file_bytes=130)
-    assert [file.name for file in files] == [f"delta-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert [file.members for file in files] == [(0, 1), (2, 3), (4,)]
+@given(st.data())
+def test_any_blocks_come_back(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
+    blocks, place = [], 0
+    for encoding in data.draw(st.lists(st.sampled_from(sorted(ENCODINGS)), max_size=3)):
+        changes = data.draw(blocks_for(encoding_of(encoding)))
+        blocks.append(block_of(encoding, dict(enumerate(changes, start=place))))
+        place += len(changes)
+    assert_same_changes(round_trip(tmp_path_factory.getbasetemp(), blocks), changes_of(blocks))
 
 
-def test_file_of_a_single_large_patch_may_pass_the_limit():
-    patches = [random_patch(TensorSpec(f"w{i}", (100,), "BF16"), 50) for i in range(2)]
-    assert [file.members for file in encode_delta(patches, Raw(), max_file_bytes=1)] == [(0,), (1,)]
+def test_no_blocks_make_an_empty_file(tmp_path: Path):
+    assert round_trip(tmp_path, []) == []
 
 
-def test_header_lists_the_names_of_its_own_tensors(tmp_path: Path):
-    patches = [random_patch(TensorSpec(name, (100,), "BF16"), 10) for name in ("é", "b", "c")]
-    files = encode_delta(patches, Raw(), max_file_bytes=130)
-    names = [json.loads(MappedFile(write(tmp_path, file)).metadata["layer_names"]) for file in files]
-    assert names == [["é", "b"], ["c"]]
+def test_header_lists_the_names_of_its_own_tensors_in_their_order(tmp_path: Path):
+    path = write(tmp_path, plan_file(NAME, blocks_of_all_encodings()[::-1]))
+    names = json.loads(MappedFile(path).metadata["layer_names"])
+    assert names == [change.spec.name for change in stored(blocks_of_all_encodings())]
+
+
+def test_keys_of_a_shared_block_carry_the_place_of_its_first_tensor(tmp_path: Path):
+    block = block_of("packed", {4: example(encoding_of("packed")), 7: example(encoding_of("packed"), name="v")})
+    path = write(tmp_path, plan_file(NAME, [block]))
+    assert sorted(MappedFile(path).specs) == ["4.gaps_0", "4.gaps_1", "4.values_0", "4.values_1"]
 
 
 def test_planned_size_is_what_is_written():
-    for file in encode_delta(patches_of_all_codes(), Raw(), max_file_bytes=200):
-        assert file.num_bytes == sum(len(chunk) for chunk in file.chunks())
+    file = plan_file(NAME, blocks_of_all_encodings())
+    assert file.num_bytes == sum(len(chunk) for chunk in file.chunks())
 
 
 def test_chunks_can_be_read_again_for_a_second_try():
-    [file] = encode_delta(patches_of_all_codes(), Raw())
+    file = plan_file(NAME, blocks_of_all_encodings())
     assert b"".join(file.chunks()) == b"".join(file.chunks())
 
 
-def test_encode_of_arrays_references_them(tmp_path: Path):
+def test_plan_of_arrays_references_them(tmp_path: Path):
     patch = random_patch(TensorSpec("w", (100,), "BF16"), 10)
-    [file] = encode_delta([patch], Raw())
+    blocks = raw_blocks([patch])
+    file = plan_file(NAME, blocks)
     patch.values[0] ^= 1
-    assert_same_patches(decode_file(write(tmp_path, file), stored([patch], (0,))), [patch])
+    assert_same_changes(decode_file(write(tmp_path, file), stored(blocks)), [patch])
+
+
+def test_raw_changes_are_views_of_the_file(tmp_path: Path):
+    [patch] = round_trip(tmp_path, raw_blocks([random_patch(TensorSpec("w", (100,), "BF16"), 10)]))
+    assert not patch.values.flags.owndata
+    assert not patch.values.flags.writeable
 
 
 def test_delta_of_a_bf16_tensor_is_byte_equal_to_the_library():
     patches = [random_patch(TensorSpec(f"w{i}", (100,), "BF16"), 10) for i in range(12)]
-    [file] = encode_delta(patches, Raw())
     tensors = {}
     for i, patch in enumerate(patches):
         tensors[f"{i}.indices"] = torch.from_numpy(patch.positions)
         tensors[f"{i}.values"] = torch.from_numpy(patch.values.view(np.int16)).view(torch.bfloat16)
     metadata = {"layer_names": json.dumps([patch.spec.name for patch in patches])}
-    assert b"".join(file.chunks()) == safetensors.torch.save(tensors, metadata)
+    assert b"".join(plan_file(NAME, raw_blocks(patches)).chunks()) == safetensors.torch.save(tensors, metadata)
+
+
+def shared_file(folder: Path) -> tuple[Path, list[StoredChange]]:
+    """Write a file of two shared blocks: places 0, 2 and 4, and places 1, 3 and 5."""
+    blocks = [
+        block_of(name, {place: example(encoding_of(name), name=f"w{place}") for place in places})
+        for name, places in (("packed", (0, 2, 4)), ("bitmap", (1, 3, 5)))
+    ]
+    return write(folder, plan_file(NAME, blocks)), stored(blocks)
+
+
+MISPLACED = {
+    "another block": (2, {"block": 1}),
+    "a block of its own": (2, {"block": 2}),
+    "the first tensor in another block": (0, {"block": 1}),
+    "a block that is not there": (2, {"block": 9}),
+    "another encoding": (2, {"encoding": "bitmap"}),
+    "another encoding for the first": (0, {"encoding": "bitmap"}),
+    "an encoding of single tensors": (2, {"encoding": "raw"}),
+    "another width": (2, {"spec": TensorSpec("w2", (1000,), "F32")}),
+    "fewer changes": (2, {"changed": 99}),
+}
+
+
+@pytest.mark.parametrize(("place", "fields"), MISPLACED.values(), ids=MISPLACED)
+def test_tensor_that_metadata_puts_elsewhere_is_corrupt(tmp_path: Path, place: int, fields: dict[str, object]):
+    path, changes = shared_file(tmp_path)
+    changes[place] = replace(changes[place], **fields)
+    with pytest.raises(CorruptFile) as caught:
+        decode_file(path, changes)
+    assert caught.value.file == str(path)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "raw_difference"])
+def test_block_of_several_tensors_in_an_encoding_of_single_ones_is_corrupt(tmp_path: Path, encoding: str):
+    blocks = raw_blocks([random_patch(TensorSpec("w0", (100,), "BF16"), 10)])
+    both = [replace(stored(blocks)[0], place=place, encoding=encoding) for place in (0, 1)]
+    with pytest.raises(CorruptFile, match="cannot share a block"):
+        decode_file(write(tmp_path, plan_file(NAME, blocks)), both)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2, 5])
+def test_shared_block_without_one_of_its_tensors_is_corrupt(tmp_path: Path, missing: int):
+    path, changes = shared_file(tmp_path)
+    del changes[missing]
+    with pytest.raises(CorruptFile) as caught:
+        decode_file(path, changes)
+    assert caught.value.file == str(path)
+
+
+def test_shared_block_that_names_another_than_its_first_tensor_is_corrupt(tmp_path: Path):
+    path, changes = shared_file(tmp_path)
+    with pytest.raises(CorruptFile, match="cannot share a block"):
+        decode_file(path, [changes[i] for i in (2, 0, 1, 3, 4, 5)])
 
 
 SPEC = TensorSpec("model.w", (10,), "BF16")
@@ -120,9 +219,11 @@ VALUES = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
 
 def decode_library_file(
     folder: Path, tensors: dict[str, torch.Tensor], *, places: tuple[int, ...] = (0,), encoding: str = "raw"
-) -> list[TensorPatch]:
+) -> list[Change]:
     safetensors.torch.save_file(tensors, folder / "delta.safetensors")
-    return decode_file(folder / "delta.safetensors", [StoredPatch(place, SPEC, 2, encoding) for place in places])
+    return decode_file(
+        folder / "delta.safetensors", [StoredChange(place, SPEC, 2, encoding, place) for place in places]
+    )
 
 
 def test_file_made_by_the_library_is_read(tmp_path: Path):
@@ -187,18 +288,20 @@ def test_missing_file_is_not_found(tmp_path: Path):
         decode_file(tmp_path / "delta.safetensors", [])
 
 
-def test_any_single_bit_flip_gives_valid_patches_or_a_refusal(tmp_path: Path):
-    patch = TensorPatch(SPEC, np.array([1, 5], np.int32), np.array([3, 4], np.uint16))
-    [file] = encode_delta([patch], Raw())
-    data = b"".join(file.chunks())
-    path = tmp_path / "delta.safetensors"
-    for bit in range(0, 8 * len(data), 7):
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_flipped_bits_give_valid_changes_or_a_refusal(tmp_path: Path, name: str):
+    encoding = encoding_of(name)
+    places = range(2 if encoding.is_joint else 1)
+    block = block_of(name, {place: example(encoding, name=f"w{place}", code="U8") for place in places})
+    data = b"".join(plan_file(NAME, [block]).chunks())
+    path = tmp_path / NAME
+    for bit in range(0, 8 * len(data), 31):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << (bit % 8)
         path.unlink(missing_ok=True)
         path.write_bytes(flipped)
         try:
-            [found] = decode_file(path, stored([patch], (0,)))
+            found = decode_file(path, stored([block]))
         except FormatError:
             continue
-        assert 0 <= found.positions[0] < found.positions[1] < SPEC.numel
+        assert_valid([Stated(change.spec, change.changed) for change in changes_of([block])], found)

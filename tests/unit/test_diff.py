@@ -1,4 +1,7 @@
-"""Diff: which elements changed, in bits, in the serving dtype."""
+"""Diff: which elements changed, from what to what, in bits, in the serving dtype; compiled or not."""
+
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -6,22 +9,61 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.kernels import compiled
+from tests.support.reference import digest
 from tests.support.strategies import bits_for, patches_for, specs
-from tests.support.tensors import TORCH_CODES, apply_by_hand, bits_of, random_bits, special_bits, to_torch
-from trainer_hooks.diff import CHUNK_ELEMENTS, check_castable, diff_tensor, tensor_bits
+from tests.support.tensors import TORCH_CODES, apply_by_hand, bits_of, random_bits, rng_of, special_bits, to_torch
+from trainer_hooks import diff as diff_module
+from trainer_hooks.diff import (
+    CHUNK_ELEMENTS,
+    Piece,
+    TensorDiff,
+    check_castable,
+    diff_piece,
+    diff_tensor,
+    join_pieces,
+    pieces,
+    tensor_bits,
+)
+from trainer_hooks.kernel import Kernel, load_kernel
 from vllm_delta_snapshot.dtypes import Bits, dtype_of
 from vllm_delta_snapshot.errors import SourceError
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+from vllm_delta_snapshot.types import TensorSpec, position_dtype
 
 CASTABLE = ("F16", "BF16", "F32", "F64")
 
 
-def diff(spec: TensorSpec, before: Bits, after: Bits) -> TensorPatch | None:
+@pytest.fixture(params=["numpy", "kernel"], autouse=True)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run every test in both ways, with buffers that no other test has."""
+    kernel = compiled() if request.param == "kernel" else None
+    monkeypatch.setattr(diff_module, "load_kernel", lambda: kernel)
+    monkeypatch.setattr(diff_module, "_OF_THREAD", threading.local())
+
+
+def diff(spec: TensorSpec, before: Bits, after: Bits) -> TensorDiff | None:
     return diff_tensor(spec, before, to_torch(after, spec))
 
 
-def changes(patch: TensorPatch | None) -> dict[int, int]:
-    return {} if patch is None else dict(zip(patch.positions.tolist(), patch.values.tolist(), strict=True))
+def changes(found: TensorDiff | None) -> dict[int, int]:
+    """Return the new values, by position."""
+    return {} if found is None else dict(zip(found.positions.tolist(), found.new.tolist(), strict=True))
+
+
+def check(found: TensorDiff | None, spec: TensorSpec, before: Bits, after: Bits) -> None:
+    """Check all that a difference says."""
+    places = [i for i, (b, a) in enumerate(zip(before.tolist(), after.tolist(), strict=True)) if a != b]
+    if not places:
+        assert found is None
+        return
+    assert found is not None
+    assert found.spec == spec
+    assert found.positions.tolist() == places
+    assert found.positions.dtype == position_dtype(spec.numel)
+    for values, digested, bits in ((found.old, found.old_digest, before), (found.new, found.new_digest, after)):
+        assert values.dtype == spec.element.bits
+        assert values.tolist() == bits[places].tolist()
+        assert digested == digest(spec, places, bits[places].tolist())
 
 
 def differing(before: Bits, after: Bits) -> dict[int, int]:
@@ -33,7 +75,7 @@ def test_diff_of_any_patched_tensor_finds_exactly_what_differs(data: st.DataObje
     spec = data.draw(specs)
     before = data.draw(bits_for(spec, spec.numel))
     after = apply_by_hand(before, data.draw(patches_for(spec)))
-    assert changes(diff(spec, before, after)) == differing(before, after)
+    check(diff(spec, before, after), spec, before, after)
 
 
 @pytest.mark.parametrize("code", TORCH_CODES)
@@ -41,7 +83,7 @@ def test_diff_of_random_bits_finds_exactly_what_differs(code: str):
     spec = TensorSpec("w", (20, 50), code)
     before, after = random_bits(code, 1000, "before"), random_bits(code, 1000, "after")
     after[::3] = before[::3]
-    assert changes(diff(spec, before, after)) == differing(before, after)
+    check(diff(spec, before, after), spec, before, after)
 
 
 @pytest.mark.parametrize("code", TORCH_CODES)
@@ -58,7 +100,7 @@ def test_diff_to_special_patterns_keeps_every_bit(code: str):
     assert changes(patch) == dict(enumerate(bits.tolist()))
 
 
-def one_bf16(before: int, after: int) -> TensorPatch | None:
+def one_bf16(before: int, after: int) -> TensorDiff | None:
     spec = TensorSpec("w", (1,), "BF16")
     return diff(spec, np.array([before], np.uint16), np.array([after], np.uint16))
 
@@ -195,11 +237,13 @@ def test_fp8_training_weights_may_be_served_as_bf16():
     assert changes(patch) == {0: 0x3FC0, 1: 0x8000}
 
 
-def test_patch_does_not_share_memory_with_the_weights():
+def test_diff_does_not_share_memory_with_weights_and_baseline():
     spec, tensor = TensorSpec("w", (4,), "F32"), torch.ones(4)
-    patch = diff_tensor(spec, np.zeros(4, np.uint32), tensor)
+    baseline = np.zeros(4, np.uint32)
+    found = diff_tensor(spec, baseline, tensor)
     tensor.zero_()
-    assert patch.values.tolist() == [0x3F800000] * 4
+    baseline[:] = 7
+    assert (found.old.tolist(), found.new.tolist()) == ([0] * 4, [0x3F800000] * 4)
 
 
 def test_diff_leaves_weights_and_baseline_alone():
@@ -220,3 +264,154 @@ def test_tensor_bits_of_the_serving_dtype_is_a_view():
     bits = tensor_bits(tensor, TensorSpec("w", (4,), "BF16"))
     tensor[0] = 1
     assert bits[0] == 0x3F80
+
+
+SMALL = 16
+"""A chunk, and a quarter of a piece, where the real ones would take long to compare by hand."""
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diff_module, "CHUNK_ELEMENTS", SMALL)
+    monkeypatch.setattr(diff_module, "PIECE_ELEMENTS", 4 * SMALL)
+
+
+SIZES = sorted({n * SMALL + d for n in (0, 1, 2, 4, 8) for d in (-9, -8, -1, 0, 1, 7, 8, 9) if n * SMALL + d > 0})
+CODES_OF_EACH_WIDTH = ("F8_E4M3", "BF16", "F32", "I64")
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("code", CODES_OF_EACH_WIDTH)
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
+def test_diff_around_the_borders_of_chunks_and_pieces_finds_exactly_what_differs(code: str, share: float):
+    for numel in SIZES:
+        spec = TensorSpec("w", (numel,), code)
+        before = random_bits(code, numel)
+        moved = rng_of(code, numel, share).random(numel) < share
+        after = np.where(moved, ~before, before)
+        check(diff(spec, before, after), spec, before, after)
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("code", CODES_OF_EACH_WIDTH)
+def test_diff_with_a_single_change_finds_it_wherever_it_is(code: str):
+    numel = 5 * SMALL + 3
+    spec = TensorSpec("w", (numel,), code)
+    before = random_bits(code, numel)
+    for place in range(numel):
+        after = before.copy()
+        after[place] ^= 1
+        check(diff(spec, before, after), spec, before, after)
+
+
+@pytest.mark.parametrize("code", CODES_OF_EACH_WIDTH)
+@pytest.mark.parametrize("both", [True, False], ids=["both sides", "one side"])
+def test_diff_of_arrays_that_start_anywhere_in_memory_finds_exactly_what_differs(code: str, both: bool):
+    for skipped in range(8):
+        spec = TensorSpec("w", (100,), code)
+        memory = random_bits(code, 100 + skipped)
+        baseline = memory[skipped:].copy()
+        current = memory if not both else random_bits(code, 100 + skipped)
+        current[skipped + 10 :: 7] ^= 1
+        view = to_torch(current, TensorSpec("m", (100 + skipped,), code))[skipped:]
+        check(diff_tensor(spec, memory[skipped:] if both else baseline, view), spec, baseline, current[skipped:])
+
+
+@pytest.mark.parametrize("code", CODES_OF_EACH_WIDTH)
+@pytest.mark.parametrize("start", [2**31 - 4, 2**31, 3 * 2**32 + 7])
+def test_positions_of_a_piece_far_into_a_large_tensor_are_exact(code: str, start: int):
+    spec = TensorSpec("w", (2**35,), code)
+    before = random_bits(code, 20)
+    after = before.copy()
+    after[[0, 3, 4, 19]] ^= 1
+    found = diff_piece(Piece(spec, start, before, to_torch(after, TensorSpec("p", (20,), code)), is_last=False))
+    assert found is not None
+    assert found.positions.dtype == np.int64
+    places = [start, start + 3, start + 4, start + 19]
+    assert found.positions.tolist() == places
+    for values, digested in ((found.old, found.old_digest), (found.new, found.new_digest)):
+        assert digested == digest(spec, places, values.tolist())
+
+
+def test_positions_of_the_last_piece_that_fits_32_bits_are_int32():
+    spec = TensorSpec("w", (2**31,), "U8")
+    found = diff_piece(Piece(spec, 2**31 - 4, np.zeros(4, np.uint8), torch.ones(4, dtype=torch.uint8), is_last=True))
+    assert found is not None
+    assert found.positions.dtype == np.int32
+    assert found.positions.tolist() == list(range(2**31 - 4, 2**31))
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("numel", [0, 1, 4 * SMALL - 1, 4 * SMALL, 4 * SMALL + 1, 12 * SMALL])
+def test_pieces_cover_a_tensor_once_and_the_last_one_says_so(numel: int):
+    spec = TensorSpec("w", (numel,), "U8")
+    baseline = np.arange(numel).astype(np.uint8)
+    made = list(pieces(spec, baseline, torch.from_numpy(baseline.copy())))
+    assert [piece.is_last for piece in made] == [False] * (len(made) - 1) + [True]
+    assert [piece.start for piece in made] == list(range(0, max(1, numel), 4 * SMALL))
+    assert np.concatenate([piece.baseline for piece in made]).tolist() == baseline.tolist()
+    assert torch.cat([piece.current for piece in made]).tolist() == baseline.tolist()
+
+
+@pytest.mark.usefixtures("_small")
+def test_pieces_that_differ_are_joined_to_what_the_whole_tensor_is():
+    spec = TensorSpec("w", (12 * SMALL,), "BF16")
+    before = random_bits("BF16", spec.numel)
+    after = before.copy()
+    after[[3, 4 * SMALL, 12 * SMALL - 1]] ^= 1
+    found = [diff_piece(piece) for piece in pieces(spec, before, to_torch(after, spec))]
+    assert all(found)
+    check(join_pieces([part for part in found if part]), spec, before, after)
+    assert join_pieces(found[:1]) is found[0]
+
+
+@pytest.mark.usefixtures("_small")
+def test_pieces_of_a_tensor_may_be_compared_on_several_threads():
+    spec = TensorSpec("w", (400 * SMALL,), "BF16")
+    before = random_bits("BF16", spec.numel)
+    after = before ^ np.uint16(1)
+    found: dict[int, TensorDiff | None] = {}
+
+    def work(part: list[Piece]) -> None:
+        found.update({piece.start: diff_piece(piece) for piece in part})
+
+    made = list(pieces(spec, before, to_torch(after, spec)))
+    threads = [threading.Thread(target=work, args=(made[number::3],)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    check(join_pieces([part for _, part in sorted(found.items()) if part]), spec, before, after)
+
+
+def test_results_of_a_thread_are_not_overwritten_by_its_next_piece():
+    spec = TensorSpec("w", (8,), "BF16")
+    first = diff(spec, np.zeros(8, np.uint16), np.full(8, 1, np.uint16))
+    diff(spec, np.full(8, 7, np.uint16), np.full(8, 9, np.uint16))
+    assert first is not None
+    assert (first.old.tolist(), first.new.tolist()) == ([0] * 8, [1] * 8)
+
+
+@pytest.mark.parametrize("value", ["0", "1", None])
+def test_kernel_is_used_where_numba_is_and_the_environment_does_not_say_no(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("numba")
+    monkeypatch.delenv("DELTA_SNAPSHOT_KERNEL", raising=False)
+    if value is not None:
+        monkeypatch.setenv("DELTA_SNAPSHOT_KERNEL", value)
+    assert (load_kernel.__wrapped__() is None) is (value == "0")
+
+
+def test_kernel_is_not_used_where_numba_is_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DELTA_SNAPSHOT_KERNEL", "1")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert load_kernel.__wrapped__() is None
+
+
+@pytest.mark.parametrize("step", [2, -1])
+def test_kernel_takes_no_strided_arrays(step: int):
+    array = np.zeros(64, np.uint16)
+    assert Kernel.takes(array, array)
+    assert not Kernel.takes(array[::step], array[::step])
+    assert not Kernel.takes(array[1:], array[:-1])

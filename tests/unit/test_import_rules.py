@@ -17,6 +17,8 @@ RINGS = (
     (f"{OURS}.types", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.errors", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.dtypes", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
+    (f"{OURS}.ordered", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
+    (f"{OURS}.delta_folder", ("stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.chain", ("store", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.format", ("store", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.store", ("format", "stage", "engine", "drive", "cli", "plugin")),
@@ -114,7 +116,19 @@ def test_our_side_never_imports_the_trainers():
     assert listed(wrong) == []
 
 
-@pytest.mark.parametrize("library", ["transformers", "matplotlib", "typer", "rich", "boto3", "google", "zstandard"])
+@pytest.mark.parametrize(
+    ("library", "home"), [("zstandard", f"{OURS}.format.encodings.planes"), ("numba", "trainer_hooks.kernel")]
+)
+def test_library_is_used_in_one_module(library: str, home: str):
+    found = [f for f in ALL if inside(f.target, library)]
+    assert {f.module for f in found} == {home}
+
+
+def test_compiler_is_imported_only_when_it_is_asked_for():
+    assert listed([f for f in ALL if inside(f.target, "numba") and f.at_import]) == []
+
+
+@pytest.mark.parametrize("library", ["transformers", "matplotlib", "typer", "rich", "boto3", "google"])
 def test_optional_library_is_imported_only_where_it_is_needed(library: str):
     homes = {"typer": f"{OURS}.cli", "rich": f"{OURS}.cli"}
     wrong = [
@@ -153,14 +167,14 @@ def loaded() -> dict[str, set[str]]:
 
 
 def test_import_of_our_package_loads_neither_vllm_nor_torch(loaded: dict[str, set[str]]):
-    assert loaded["package"] & {"vllm", "torch", "transformers", "pydantic", "typer"} == set()
+    assert loaded["package"] & {"vllm", "torch", "transformers", "pydantic", "typer", "numba"} == set()
 
 
 def test_import_of_the_receiving_side_without_engine_loads_no_vllm(loaded: dict[str, set[str]]):
-    assert loaded["receiving side"] & {"vllm", "transformers", "typer"} == set()
+    assert loaded["receiving side"] & {"vllm", "transformers", "typer", "numba"} == set()
     assert "pydantic" in loaded["receiving side"]
 
 
 def test_import_of_the_trainers_package_loads_no_vllm(loaded: dict[str, set[str]]):
-    assert loaded["trainer"] & {"vllm", "transformers", "typer", "matplotlib"} == set()
+    assert loaded["trainer"] & {"vllm", "transformers", "typer", "matplotlib", "numba"} == set()
     assert "torch" in loaded["trainer"]

@@ -37,6 +37,15 @@ def test_delta_folder_is_recognised_as_of_its_version():
     assert layout.is_delta_folder(folder, 42)
 
 
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(None, "delta.safetensors"), (0, "delta-00001.safetensors"), (9, "delta-00010.safetensors"),
+     (123_455, "delta-123456.safetensors")],
+)  # fmt: skip
+def test_payload_files_are_numbered_from_1_unless_there_is_one(number: int | None, name: str):
+    assert layout.check_file_name(layout.delta_file_name(number)) == name
+
+
 @pytest.mark.parametrize("name", ["delta.safetensors", "delta-00001-of-00004.safetensors", "_x", "A" * 200, "0"])
 def test_plain_file_name_is_accepted(name: str):
     assert layout.check_file_name(name) == name

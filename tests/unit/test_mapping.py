@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support import damage
+from tests.support.changes import as_difference, difference_of
 from tests.support.pieces import segment_of
 from tests.support.tensors import bits_of, patch_of, random_bits, random_patch, rng_of, to_torch
 from vllm_delta_snapshot.dtypes import ALL_CODES, Bits
@@ -17,7 +18,7 @@ from vllm_delta_snapshot.errors import ApplyError, CorruptFile, FormatError
 from vllm_delta_snapshot.format.digest import add_digests, patch_digest, seeded_digests, term_seeds
 from vllm_delta_snapshot.stage.mapping import Lane, Run, map_update, read_lanes, write_lanes
 from vllm_delta_snapshot.stage.places import Piece, PlaceMap, Segment, Table
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+from vllm_delta_snapshot.types import Change, TensorDifference, TensorPatch, TensorSpec
 
 HEAD = {"version": 7, "tensors": [["é", 3, "0" * 16]]}
 
@@ -26,7 +27,8 @@ def written_by_lanes(storages: list[Bits], lanes: list[Lane]) -> list[Bits]:
     """Write lanes by hand, one element after the other."""
     result = [bits.copy() for bits in storages]
     for lane in lanes:
-        for place, value in zip(lane.index.tolist(), lane.values.tolist(), strict=True):
+        values = lane.resolve(storages[lane.storage][lane.index])
+        for place, value in zip(lane.index.tolist(), values.tolist(), strict=True):
             result[lane.storage][place] = value
     return result
 
@@ -77,12 +79,28 @@ class Fused:
         return [bits_of(storage) for storage in storages]
 
 
+def in_the_form_of(kind: str, patches: list[TensorPatch], tensors: dict[str, Bits]) -> list[Change]:
+    """The same update as patches, as differences, as a mix in every tensor, or of one kind and the other."""
+    made: list[Change] = []
+    for number, patch in enumerate(patches):
+        difference = as_difference(patch, tensors[patch.spec.name])
+        if kind == "mixed":
+            mask = rng_of(patch.spec.name).random(patch.changed) < 0.5
+            values = np.where(mask, patch.values, difference.values)
+            difference = TensorDifference(patch.spec, patch.positions, values, mask)
+        made.append(patch if kind == "patches" or (kind == "side by side" and number % 2) else difference)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["patches", "differences", "mixed", "side by side"])
 @pytest.mark.parametrize("code", ["BOOL", "F8_E4M3", "BF16", "F32", "I64"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_lanes_write_what_the_loader_writes(code: str, share: float) -> None:
+def test_lanes_write_what_the_loader_writes(kind: str, code: str, share: float) -> None:
     fused = Fused(code)
     patches = [random_patch(spec, round(share * spec.numel), "patch") for spec in fused.specs]
-    lanes = map_update(patches, fused.places())
+    lanes = map_update(in_the_form_of(kind, patches, fused.tensors), fused.places())
+    is_relative = kind != "patches" and share > 0
+    assert any(lane.relative is not None for lane in lanes) == is_relative
     found = written_by_lanes(fused.loaded([]), lanes)
     assert [f.tolist() for f in found] == [e.tolist() for e in fused.loaded(patches)]
     if share == 1.0:
@@ -165,6 +183,52 @@ def test_tied_tensors_that_become_different_are_refused_and_named(head: dict[int
         map_update([patch_of(EMBED, {1: 7, 2: 8}), patch_of(HEAD_SPEC, head)], TIED)
 
 
+def test_tied_tensors_that_move_alike_are_mapped() -> None:
+    [lane] = map_update([difference_of(EMBED, {1: 7, 2: -8}), difference_of(HEAD_SPEC, {1: 7, 2: -8})], TIED)
+    assert lane.index.tolist() == [3, 4, 3, 4]
+    assert lane.resolve(np.array([1, 8, 1, 8], np.uint16)).tolist() == [8, 0, 8, 0]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        difference_of(HEAD_SPEC, {1: 7, 2: 9}),
+        difference_of(HEAD_SPEC, {1: 7, 2: 8}, absolute=(2,)),
+        patch_of(HEAD_SPEC, {1: 7, 2: 8}),
+    ],
+    ids=["by another amount", "of which one is absolute", "to the same numbers"],
+)
+def test_tied_tensors_that_may_move_apart_are_refused_and_named(head: Change) -> None:
+    with pytest.raises(ApplyError, match=r"are to become different.*embed, head"):
+        map_update([difference_of(EMBED, {1: 7, 2: 8}), head], TIED)
+
+
+def test_tied_tensors_that_move_alike_in_part_and_are_set_alike_are_mapped() -> None:
+    tied = [difference_of(spec, {1: 7, 2: 8}, absolute=(2,)) for spec in (EMBED, HEAD_SPEC)]
+    [lane] = map_update(tied, TIED)
+    assert lane.relative is not None
+    assert lane.relative.tolist() == [True, False, True, False]
+
+
+def test_lane_of_patches_and_differences_adds_to_the_ones_and_replaces_the_others() -> None:
+    places = PlaceMap({name: [Segment(0, (4,), 0, (1,), 4 * at, (1,))] for at, name in enumerate(("embed", "head"))})
+    [lane] = map_update([difference_of(EMBED, {0: 1, 3: 0xFFFF}, absolute=(3,)), patch_of(HEAD_SPEC, {1: 5})], places)
+    old = np.array([0xFFFF, 7, 7], np.uint16)
+    assert lane.resolve(old).tolist() == [0, 0xFFFF, 5]
+    assert old.tolist() == [0xFFFF, 7, 7]
+
+
+@pytest.mark.parametrize("code", ALL_CODES)
+def test_lane_resolves_to_bits_of_the_width_of_its_type(code: str) -> None:
+    spec = TensorSpec("w", (4,), code)
+    top = (1 << 8 * spec.element.itemsize) - 1
+    places = PlaceMap({"w": [Segment(0, (4,), 0, (1,), 0, (1,))]})
+    [lane] = map_update([difference_of(spec, {0: 1, 1: -1, 2: top, 3: 3}, absolute=(3,))], places)
+    new = lane.resolve(np.array([top, 0, 5, 9], spec.element.bits))
+    assert new.dtype == spec.element.bits
+    assert new.tolist() == [0, top, 4, 3]
+
+
 def test_tied_tensors_of_different_types_are_refused() -> None:
     wide = TensorSpec("head", (4,), "F32")
     with pytest.raises(ApplyError, match="are to become different"):
@@ -180,21 +244,28 @@ def test_tensors_that_only_interleave_may_differ() -> None:
     assert lane.index.tolist() == [2, 4, 5, 3]
 
 
-def lane_of(code: str, size: int, storage: int = 0) -> Lane:
+def lane_of(code: str, size: int, storage: int = 0, *, is_relative: bool = False) -> Lane:
     index = rng_of(code, size).integers(0, 2**40, size)
     seeds = rng_of(code, size, "seeds").integers(0, 2**64, size, dtype=np.uint64)
     runs = tuple(Run(f"é{place}", 2, place) for place in range(0, size, 5))
-    return Lane(storage, code, index, random_bits(code, size, "lane"), seeds, runs)
+    relative = rng_of(code, size, "relative").random(size) < 0.5 if is_relative else None
+    return Lane(storage, code, index, random_bits(code, size, "lane"), seeds, runs, relative)
 
 
 def facts(lane: Lane) -> tuple[object, ...]:
     arrays = [(array.dtype, array.tolist()) for array in (lane.index, lane.values, lane.seeds)]
-    return lane.storage, lane.dtype, arrays, lane.runs
+    relative = None if lane.relative is None else (lane.relative.dtype, lane.relative.tolist())
+    return lane.storage, lane.dtype, arrays, relative, lane.runs
 
 
 @pytest.mark.parametrize("sizes", [(0,), (1,), (7, 0, 13)])
 def test_lanes_of_every_type_written_and_read_are_the_same(sizes: tuple[int, ...], tmp_path: Path) -> None:
-    lanes = [lane_of(code, size, place) for place, code in enumerate(ALL_CODES) for size in sizes]
+    lanes = [
+        lane_of(code, size, place, is_relative=is_relative)
+        for place, code in enumerate(ALL_CODES)
+        for size in sizes
+        for is_relative in (False, True)
+    ]
     write_lanes(tmp_path, lanes, HEAD)
     found, head = read_lanes(tmp_path)
     assert [facts(lane) for lane in found] == [facts(lane) for lane in lanes]
@@ -254,6 +325,7 @@ def _renamed(old: bytes, new: bytes) -> Callable[[Path], None]:
         _renamed(b'\\"runs\\"', b'\\"rums\\"'),
         _renamed(b"0.index", b"0.indes"),
         _renamed(b"0.seeds", b"0.seats"),
+        _renamed(b"0.values", b"0.valves"),
     ],
 )
 def test_damaged_lanes_are_refused_and_named(harm: Callable[[Path], None], tmp_path: Path) -> None:

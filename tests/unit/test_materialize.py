@@ -11,8 +11,19 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import snapshot_of, tiny_tensors, write_checkpoint
 from tests.support.faults import FaultyStore
-from tests.support.runs import TinyRun, assert_same_state, copy_of, edit_record, make_run
-from tests.support.tensors import bits_of
+from tests.support.runs import (
+    MIXED,
+    TinyRun,
+    assert_same_state,
+    copy_of,
+    edit_record,
+    forge_difference,
+    forge_old_value,
+    make_mixed_run,
+    make_run,
+)
+from tests.support.tensors import TORCH_CODES, apply_by_hand, bits_of, random_bits, special_bits, to_torch
+from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import (
     BaseMismatch,
@@ -25,14 +36,17 @@ from vllm_delta_snapshot.errors import (
     StoreUnavailable,
     VerifyError,
 )
+from vllm_delta_snapshot.format.encodings import ENCODINGS
 from vllm_delta_snapshot.materialize import PROVENANCE_NAME, MaterializeReport, materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
+from vllm_delta_snapshot.types import TensorSpec
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    return make_run(tmp_path_factory.mktemp("run"), 3)
+@pytest.fixture(scope="module", params=["difference", "auto"])
+def pristine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A run of differences, or of both kinds."""
+    return make_run(tmp_path_factory.mktemp("run"), 3, encoding=request.param)
 
 
 @pytest.fixture
@@ -58,11 +72,62 @@ def test_checkpoint_at_any_version_has_the_trainers_bits(pristine: TinyRun, tmp_
 def test_checkpoint_equals_deltas_applied_by_hand(pristine: TinyRun, tmp_path: Path):
     state = {spec.name: np.array(bits) for spec, bits in Checkpoint(pristine.base).items()}
     for version in (1, 2, 3):
-        for patch in pristine.patches(version, tmp_path / f"local-{version}"):
-            state[patch.spec.name][patch.positions] = patch.values
+        for change in pristine.changes(version, tmp_path / f"local-{version}"):
+            state[change.spec.name] = apply_by_hand(state[change.spec.name], change)
     make(pristine, tmp_path / "out")
     checkpoint = Checkpoint(tmp_path / "out")
     assert_same_state({name: checkpoint.bits(name) for name in checkpoint.specs}, state)
+
+
+def test_every_version_of_a_run_of_all_encodings_has_the_trainers_bits(tmp_path: Path):
+    run = make_mixed_run(tmp_path)
+    for version in range(len(MIXED) + 1):
+        make(run, tmp_path / f"out-{version}", version)
+        found = load_file(tmp_path / f"out-{version}" / "model.safetensors")
+        assert_same_state({n: bits_of(t) for n, t in found.items()}, run.history[version])
+
+
+@pytest.mark.parametrize("encoding", [*ENCODINGS, "auto"])
+def test_checkpoint_of_every_type_has_the_trainers_bits(tmp_path: Path, encoding: str):
+    specs = {code: TensorSpec(code, special_bits(code).shape, code) for code in TORCH_CODES}
+    states = [{code: special_bits(code) for code in specs}]
+    states.append({code: random_bits(code, spec.numel) for code, spec in specs.items()})
+    one_up = {code: bits + bits.dtype.type(1) for code, bits in states[1].items()}
+    states.append(one_up | {"BOOL": 1 - states[1]["BOOL"]})
+    states.append({code: np.where(np.arange(bits.size) % 5, bits, ~bits) for code, bits in states[2].items()})
+    states[3]["BOOL"] &= 1
+    weights = {code: to_torch(bits, specs[code]) for code, bits in states[0].items()}
+    base = write_checkpoint(tmp_path / "base", weights)
+    publisher = DeltaPublisher(weights, sync_dir=str(tmp_path / "run"), base=base, encoding=encoding)
+    for state in states[1:]:
+        for code, bits in state.items():
+            weights[code].copy_(to_torch(bits, specs[code]))
+        publisher.publish()
+    for version, state in enumerate(states):
+        materialize(RunFolder(PosixStore(tmp_path / "run")), Checkpoint(base), version, tmp_path / f"out-{version}")
+        found = load_file(tmp_path / f"out-{version}" / "model.safetensors")
+        assert_same_state({n: bits_of(t) for n, t in found.items()}, state)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "difference"])
+def test_version_by_a_trainer_that_remembered_one_element_wrong_is_refused(tmp_path: Path, encoding: str):
+    run = make_run(tmp_path, 1)
+    name = forge_old_value(run, encoding)
+    with pytest.raises((BaseMismatch, VerifyError)) as caught:
+        make(run, tmp_path / "out", 2)
+    if encoding != "raw":
+        assert caught.value.tensor == name
+    assert_nothing_left(tmp_path, "base", "run")
+    make(run, tmp_path / "out", 1)
+
+
+def test_difference_that_is_not_the_one_of_its_digests_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = make_run(tmp_path, 1)
+    name = forge_difference(run, monkeypatch)
+    with pytest.raises(BaseMismatch, match="do not lead") as caught:
+        make(run, tmp_path / "out", 2)
+    assert caught.value.tensor == name
+    assert_nothing_left(tmp_path, "base", "run")
 
 
 def test_sharded_base_gives_the_same_shards(tmp_path: Path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,18 +13,26 @@ import numpy as np
 import pytest
 
 from tests.support.hosts import Host
+from tests.support.keeper_crash import keep
+from tests.support.mirror_crash import tear
+from tests.support.mirrors import flip_weights, step_from
 from tests.support.runs import TinyRun, make_run
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import NotStaged
-from vllm_delta_snapshot.stage.area import StagerConfig
+from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.stage.area import StageArea, StagerConfig
 from vllm_delta_snapshot.stage.handoff import Handoff
 from vllm_delta_snapshot.stage.mirror import Mirror
 from vllm_delta_snapshot.stage.places import PlaceMap
+from vllm_delta_snapshot.types import TensorPatch
+
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> TinyRun:
-    return make_run(tmp_path, versions=3)
+@pytest.fixture(params=["difference", "auto"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> TinyRun:
+    """Of differences, or of both kinds."""
+    return make_run(tmp_path, versions=3, encoding=request.param)
 
 
 @pytest.fixture
@@ -90,6 +101,74 @@ def test_mirror_that_somebody_changed_is_made_anew(host: Host, run: TinyRun) -> 
     check_mirror(host, run, 3)
 
 
+def test_mirror_with_one_wrong_element_where_a_change_starts_is_made_anew(host: Host, run: TinyRun) -> None:
+    ask(host, 1)
+    check_mirror(host, run, 1)
+    flip_weights(host.area.mirror, "model.layers.0.step")  # which every second version touches
+    ask(host, 3, rounds=1)
+    assert not host.area.mirror.exists()
+    ask(host, 3)
+    check_mirror(host, run, 3)
+
+
+def leave_torn(host: Host, run: TinyRun, base: int, version: int) -> None:
+    """Leave the mirror as a death on its way from one version to another does, a tensor written."""
+    before, after = run.history[base], run.history[version]
+    changed = {name: np.flatnonzero(after[name] != before[name]).astype(np.int32) for name in run.specs}
+    patches = [TensorPatch(run.specs[n], at, after[n][at]) for n, at in changed.items() if at.size]
+    tear(host.area.mirror, step_from(run.specs, before, patches, version))
+
+
+@pytest.mark.parametrize(("base", "version"), [(0, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize("target", [3, 2, 0])
+def test_torn_mirror_is_finished_and_then_goes_where_it_is_wanted(
+    host: Host, run: TinyRun, base: int, version: int, target: int
+) -> None:
+    ask(host, base)
+    leave_torn(host, run, base, version)
+    mirror_id = json.loads((host.area.mirror / "delta_snapshot_mirror.json").read_text())["mirror_id"]
+    host.start_stager()
+    ask(host, target, rounds=1)
+    check_mirror(host, run, version)
+    ask(host, target)
+    check_mirror(host, run, target)
+    assert json.loads((host.area.mirror / "delta_snapshot_mirror.json").read_text())["mirror_id"] == mirror_id
+
+
+def test_torn_mirror_with_damage_elsewhere_is_made_anew(host: Host, run: TinyRun) -> None:
+    ask(host, 1)
+    leave_torn(host, run, 1, 3)
+    flip_weights(host.area.mirror)
+    ask(host, 3, rounds=1)
+    assert not host.area.mirror.exists()
+    ask(host, 3)
+    check_mirror(host, run, 3)
+
+
+def test_mirror_of_a_stager_killed_at_any_line_goes_on_exactly(ram_path: Path) -> None:
+    run = make_run(ram_path, versions=3)
+    area = StageArea.of(ram_path / "stage", StagerConfig(sync_dir=str(run.sync_dir), checkpoint=str(run.base)))
+    area.write(area.mirror_target, b"3")
+    keep(run.sync_dir, run.base, area, 1)
+    command = [sys.executable, "-m", "tests.support.keeper_crash", str(run.sync_dir), str(run.base), str(area.path)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    outcomes = set()
+    for dead in map(StageArea, map(Path, json.loads(done.stdout))):
+        mirror = Mirror.open(dead.mirror)
+        assert mirror is not None
+        outcomes.add("torn" if mirror.is_torn else mirror.version)
+        keep(run.sync_dir, run.base, dead, 3)
+        for version in (3, 0):
+            keep(run.sync_dir, run.base, dead, version)
+            found = Mirror.open(dead.mirror)
+            assert found is not None
+            assert (found.version, found.is_torn) == (version, False)
+            assert {n: found.bits(n).tolist() for n in run.specs} == {
+                n: bits.tolist() for n, bits in run.history[version].items()
+            }
+    assert outcomes == {1, "torn", 3}
+
+
 def test_mirror_of_another_run_is_made_anew(host: Host, run: TinyRun, tmp_path: Path) -> None:
     ask(host, 1)
     other = make_run(tmp_path / "other", versions=1)
@@ -102,6 +181,28 @@ def test_mirror_of_another_run_is_made_anew(host: Host, run: TinyRun, tmp_path: 
     ask(again, 1)
     check_mirror(again, other, 1)
     again.workers[0].close()
+
+
+@pytest.mark.parametrize(("encoding", "needs_mirror"), [("raw", False), ("raw", True), ("auto", False)])
+def test_worker_that_needs_absolute_values_has_a_mirror_only_if_the_run_has_differences(
+    tmp_path: Path, encoding: str, needs_mirror: bool
+) -> None:
+    run = make_run(tmp_path, versions=3, encoding=encoding)
+    config = StagerConfig(sync_dir=str(run.sync_dir), checkpoint=str(run.base), poll_interval_s=0.02)
+    worker = Handoff(
+        config, tmp_path / "stage", PlaceMap({}), timeout_s=60, needs_mirror=needs_mirror, needs_absolute=True
+    )
+    try:
+        found = worker.wait(0, 3, timeout_s=60)
+        has_mirror = needs_mirror or worker.read_run().has_differences
+        assert (found.mirror is not None) is has_mirror
+        assert StageArea.of(tmp_path / "stage", config).mirror_target.exists() is has_mirror
+        names = {
+            entry["encoding"] for entry in json.loads((found.patches / layout.METADATA_NAME).read_text())["tensors"]
+        }
+        assert not {name for name in names if name.endswith("difference")}
+    finally:
+        worker.close()
 
 
 def test_worker_waits_for_the_mirror_and_starts_from_it(run: TinyRun, tmp_path: Path) -> None:

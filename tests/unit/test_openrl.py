@@ -13,6 +13,7 @@ from tests.support.runs import make_run
 from tests.support.tensors import bits_of
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.errors import CorruptFile, ObjectNotFound, UnsupportedFormat
+from vllm_delta_snapshot.format.encodings import ENCODINGS
 from vllm_delta_snapshot.format.metadata import OpenRLMetadata
 from vllm_delta_snapshot.format.openrl import read_folder_metadata, read_openrl_delta
 from vllm_delta_snapshot.types import TensorSpec
@@ -34,9 +35,16 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def published(folder: Path, base: dict[str, torch.Tensor], new: dict[str, torch.Tensor], **options: Any) -> Path:
+def published(
+    folder: Path, base: dict[str, torch.Tensor], new: dict[str, torch.Tensor], *, encoding: str = "raw", **options: Any
+) -> Path:
     publisher = DeltaPublisher(
-        new, sync_dir=str(folder / "run"), base=write_checkpoint(folder / "base", base), **options
+        new,
+        sync_dir=str(folder / "run"),
+        base=write_checkpoint(folder / "base", base),
+        encoding=encoding,
+        threads=1,
+        **options,
     )
     return folder / "run" / publisher.publish().report.folder
 
@@ -61,6 +69,25 @@ def test_our_delta_with_odd_bits_fulfils_every_rule_of_openrls_reader(tmp_path: 
     new["model.a"][0] = ODD
     _, values = check_openrl_delta(published(tmp_path, weights(), new))["model.a"]
     assert bits_of(values).tolist() == bits_of(ODD).tolist()
+
+
+def test_our_delta_that_came_out_raw_fulfils_every_rule_of_openrls_reader(tmp_path: Path):
+    new = weights()
+    new["model.b"][3] += 1
+    assert list(check_openrl_delta(published(tmp_path, weights(), new, encoding="absolute"))) == ["model.b"]
+
+
+@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name != "raw"])
+def test_our_delta_in_another_encoding_does_not_claim_version_2(tmp_path: Path, encoding: str):
+    base = {"w": torch.zeros(2000, dtype=torch.bfloat16)}
+    new = {"w": torch.ones(2000, dtype=torch.bfloat16)}
+    metadata = json.loads((published(tmp_path, base, new, encoding=encoding) / "metadata.json").read_text())
+    assert (metadata["tensors"][0]["encoding"], metadata["format_version"]) == (encoding, 3)
+
+
+def test_our_delta_of_integers_does_not_claim_version_2(tmp_path: Path):
+    base, new = {"w": torch.zeros(5, dtype=torch.int32)}, {"w": torch.ones(5, dtype=torch.int32)}
+    assert json.loads((published(tmp_path, base, new) / "metadata.json").read_text())["format_version"] == 3
 
 
 def test_our_delta_of_several_files_does_not_claim_version_2(tmp_path: Path):

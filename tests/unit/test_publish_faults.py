@@ -2,7 +2,8 @@
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.support.faults import FaultyStore, When
 from tests.support.mounts import tmpfs
 from tests.support.runs import State, TinyTrainer, assert_same_state, make_run, replay
 from trainer_hooks import DeltaPublisher
+from trainer_hooks.kept import KeptChanges
 from vllm_delta_snapshot.errors import (
     ExclusiveCreateUnsupported,
     StoreError,
@@ -21,6 +23,7 @@ from vllm_delta_snapshot.errors import (
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store
 from vllm_delta_snapshot.store.posix import PosixStore
+from vllm_delta_snapshot.types import Change
 
 Opener = Callable[[object, Store], DeltaPublisher]
 
@@ -30,13 +33,16 @@ def base(ram_path: Path) -> Path:
     return write_checkpoint(ram_path / "base", tiny_tensors())
 
 
-@pytest.fixture
-def opened(base: Path, monkeypatch: pytest.MonkeyPatch) -> Opener:
+@pytest.fixture(params=["difference", "auto, kept encoded"])
+def opened(request: pytest.FixtureRequest, base: Path, monkeypatch: pytest.MonkeyPatch) -> Opener:
     """Return a function that opens a publisher on a given store."""
+    encoding, _, is_encoded = request.param.partition(", ")
+    if is_encoded:
+        monkeypatch.setattr("trainer_hooks.publisher.KeptChanges", partial(KeptChanges, 0))
 
     def open_publisher(source: object, store: Store) -> DeltaPublisher:
         monkeypatch.setattr("trainer_hooks.publisher.open_store", lambda uri, *, single_writer: store)
-        return DeltaPublisher(source, sync_dir=store.uri, base=base, max_file_bytes=40)
+        return DeltaPublisher(source, sync_dir=store.uri, base=base, max_file_bytes=40, encoding=encoding)
 
     return open_publisher
 
@@ -90,11 +96,13 @@ def faults(opened: Opener, base: Path, tmp_path: Path, when: When, *, down: bool
     return wrong
 
 
+@pytest.mark.parametrize("opened", ["difference"], indirect=True)
 @pytest.mark.parametrize("when", list(When))
 def test_store_that_fails_once_at_any_operation_loses_nothing(opened: Opener, base: Path, ram_path: Path, when: When):
     assert faults(opened, base, ram_path, when, down=False) == []
 
 
+@pytest.mark.parametrize("opened", ["auto, kept encoded"], indirect=True)
 @pytest.mark.parametrize("when", list(When))
 def test_store_that_goes_down_at_any_operation_and_comes_back_loses_nothing(
     opened: Opener, base: Path, ram_path: Path, when: When
@@ -129,12 +137,9 @@ def test_publish_writes_payload_then_metadata_then_commits(opened: Opener, tmp_p
     keys.clear()
     trainer.step(1)
     folder = publisher.publish().report.folder
-    assert keys == [
-        f"put {folder}/delta-00001-of-00002.safetensors",
-        f"put {folder}/delta-00002-of-00002.safetensors",
-        f"put {folder}/metadata.json",
-        "create versions/00000001.json",
-    ]
+    payload = [f"put {folder}/{path.name}" for path in sorted((tmp_path / "run" / folder).glob("*.safetensors"))]
+    assert len(payload) > 1
+    assert keys == [*payload, f"put {folder}/metadata.json", "create versions/00000001.json"]
 
 
 def test_failed_publication_is_not_visible(opened: Opener, tmp_path: Path):
@@ -191,6 +196,38 @@ def test_publication_interrupted_right_after_its_commit_is_carried_on(opened: Op
         publisher.publish()
     publisher.publish()
     assert_same_state(replay(tmp_path / "run", base, tmp_path)[-1], trainer.state())
+
+
+@pytest.mark.parametrize("interruptions", [1, 2])
+@pytest.mark.parametrize("moved", range(3))
+def test_publication_interrupted_while_the_baseline_moves_is_carried_on(
+    opened: Opener, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int, interruptions: int
+):
+    trainer = TinyTrainer()
+    publisher = opened(trainer, PosixStore(tmp_path / "run"))
+    trainer.step(1)
+    real, left = KeptChanges.changes, [interruptions]
+
+    def interrupted(kept: KeptChanges) -> Iterator[Change]:
+        changes = list(real(kept))
+        yield from changes[:moved]
+        if left[0]:
+            left[0] -= 1
+            raise KeyboardInterrupt
+        yield from changes[moved:]
+
+    monkeypatch.setattr(KeptChanges, "changes", interrupted)
+    for _ in range(interruptions):
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish()
+    trainer.step(2)
+    publisher.publish()
+    trainer.step(3)
+    publisher.publish()
+    assert_same_state(replay(tmp_path / "run", base, tmp_path)[-1], trainer.state())
+    assert (
+        publisher.state_digest == RunFolder(PosixStore(tmp_path / "run")).read_version(publisher.version).state_digest
+    )
 
 
 def test_second_trainer_on_the_same_version_conflicts_and_touches_nothing(opened: Opener, base: Path, tmp_path: Path):

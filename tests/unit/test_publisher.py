@@ -2,9 +2,11 @@
 
 import contextlib
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,14 @@ import torch
 from torch import nn
 
 from tests.support.checkpoints import TINY_SPECS, snapshot_of, tiny_tensors, write_checkpoint
+from tests.support.kernels import compiled
 from tests.support.runs import State, TinyTrainer, assert_same_state, make_run, replay
 from tests.support.tensors import bits_of, random_bits
 from trainer_hooks import DeltaPublisher, IterableSource, ModuleSource, SourceItem
+from trainer_hooks.kept import KeptChanges
 from vllm_delta_snapshot.errors import CompatibilityError, DeltaSnapshotError, ObjectNotFound, SourceError
+from vllm_delta_snapshot.format.choose import POLICIES
+from vllm_delta_snapshot.format.encodings import encoding_of
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 from vllm_delta_snapshot.types import TensorSpec
@@ -42,11 +48,100 @@ def states(tmp_path: Path) -> list[State]:
     return replay(tmp_path / "run", tmp_path / "base", tmp_path)
 
 
+@pytest.mark.parametrize("encoding", POLICIES)
 @pytest.mark.parametrize("max_file_bytes", [None, 100, 1], ids=["one file", "some files", "a file each"])
-def test_every_version_has_the_trainers_weights(tmp_path: Path, max_file_bytes: int | None):
-    run = make_run(tmp_path, 5, max_file_bytes=max_file_bytes)
+def test_every_version_has_the_trainers_weights(tmp_path: Path, max_file_bytes: int | None, encoding: str):
+    run = make_run(tmp_path, 5, max_file_bytes=max_file_bytes, encoding=encoding)
     for found, expected in zip(states(tmp_path), run.history, strict=True):
         assert_same_state(found, expected)
+
+
+def test_small_moves_are_published_as_differences_and_others_as_they_are(tmp_path: Path):
+    run = make_run(tmp_path, 4)
+    is_difference = {
+        (version, entry.name): encoding_of(entry.encoding).is_difference
+        for version in range(1, 5)
+        for entry in run.metadata(version).tensors
+    }
+    for place, spec in enumerate(TINY_SPECS):
+        for version in range(1, 5):
+            if spec.numel > 10 and (place + version) % 2 == 0:
+                assert is_difference[version, spec.name] is ((place + version) % 4 == 0)
+
+
+def published(folder: Path, threads: int, encoding: str) -> list[object]:
+    """Publish three versions, each of several files and pieces; return all that is in them but ids and times."""
+    run = make_run(folder, 0)
+    options = {"threads": threads, "encoding": encoding, "max_file_bytes": 200}
+    publisher = DeltaPublisher(run.trainer, sync_dir=str(folder / "again"), base=run.base, **options)
+    reader = RunFolder(PosixStore(folder / "again"))
+    said: list[object] = []
+    for number in (1, 2, 3):
+        run.trainer.step(number)
+        run.trainer.step(number + 1)
+        report = publisher.publish(step=number).report
+        metadata = reader.read_metadata(reader.read_version(report.version))
+        own = {"run_id", "publication_id", "base_model", "created_at", "timestamp", "timings"}
+        files = snapshot_of(folder / "again" / report.folder)
+        said.append({name: data for name, data in files.items() if name != "metadata.json"})
+        said.append(metadata.model_dump(exclude=own))
+        said.append(replace(report, run_id="", folder="", diff_s=0.0, total_s=0.0))
+    return said
+
+
+@pytest.mark.parametrize("encoding", ["auto", "difference", "raw"])
+def test_number_of_threads_makes_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str):
+    monkeypatch.setattr("trainer_hooks.diff.CHUNK_ELEMENTS", 8)
+    monkeypatch.setattr("trainer_hooks.diff.PIECE_ELEMENTS", 16)
+    monkeypatch.setattr("trainer_hooks.diff._OF_THREAD", threading.local())
+    one = published(tmp_path / "one", 1, encoding)
+    assert one == published(tmp_path / "two", 2, encoding)
+    assert one == published(tmp_path / "five", 5, encoding)
+
+
+def test_kernel_makes_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kernel = compiled()
+    without = published(tmp_path / "without", 2, "auto")
+    monkeypatch.setattr("trainer_hooks.diff.load_kernel", lambda: kernel)
+    assert published(tmp_path / "with", 2, "auto") == without
+
+
+def test_tensor_of_several_pieces_is_one_tensor_of_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trainer_hooks.diff.PIECE_ELEMENTS", 10)
+    monkeypatch.setattr("trainer_hooks.diff.CHUNK_ELEMENTS", 10)
+    monkeypatch.setattr("trainer_hooks.diff._OF_THREAD", threading.local())
+    trainer = TinyTrainer()
+    write_checkpoint(tmp_path / "base", trainer.weights)
+    publisher = open_publisher(trainer, tmp_path)
+    name = TINY_SPECS[0].name
+    trainer.poke(name, np.array([0, 9, 10, 55, 103]), trainer.state()[name][[0, 9, 10, 55, 103]] + np.uint16(1))
+    report = publisher.publish().report
+    assert (report.changed_tensors, report.changed_elements) == (1, 5)
+    assert_same_state(states(tmp_path)[1], trainer.state())
+
+
+@pytest.mark.parametrize("encoding", ["auto", "difference"])
+def test_changes_that_are_kept_encoded_move_the_baseline_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+):
+    monkeypatch.setattr("trainer_hooks.publisher.KeptChanges", partial(KeptChanges, 0))
+    run = make_run(tmp_path, 6, encoding=encoding)
+    for found, expected in zip(states(tmp_path), run.history, strict=True):
+        assert_same_state(found, expected)
+    assert run.publisher.publish().report.changed_elements == 0
+
+
+def test_failed_tensor_publishes_nothing_of_those_before_it(tmp_path: Path, base: Path, trainer: TinyTrainer):
+    publisher = open_publisher(trainer, tmp_path, max_file_bytes=1)
+    trainer.step(1)
+    last = trainer.weights["model.norm.weight"]
+    trainer.weights["model.norm.weight"] = torch.zeros(9)
+    with pytest.raises(SourceError, match="another shape"):
+        publisher.publish()
+    assert publisher.version == 0
+    trainer.weights["model.norm.weight"] = last
+    publisher.publish()
+    assert_same_state(states(tmp_path)[-1], trainer.state())
 
 
 def test_first_version_carries_what_changed_since_the_base(tmp_path: Path, base: Path, trainer: TinyTrainer):

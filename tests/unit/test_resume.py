@@ -8,9 +8,21 @@ import pytest
 import torch
 
 from tests.support.checkpoints import snapshot_of, tiny_tensors, write_checkpoint
-from tests.support.runs import TinyRun, TinyTrainer, assert_same_state, copy_of, edit_record, make_run, replay
+from tests.support.runs import (
+    MIXED,
+    TinyRun,
+    TinyTrainer,
+    assert_same_state,
+    copy_of,
+    edit_record,
+    forge_difference,
+    forge_old_value,
+    make_mixed_run,
+    make_run,
+    replay,
+)
 from trainer_hooks import DeltaPublisher
-from trainer_hooks.resume import open_run
+from trainer_hooks.resume import open_run, policy_of
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import (
     BaseMismatch,
@@ -20,13 +32,15 @@ from vllm_delta_snapshot.errors import (
     UnsupportedFormat,
     VerifyError,
 )
+from vllm_delta_snapshot.format.choose import POLICIES, encodings_of
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    return make_run(tmp_path_factory.mktemp("run"), 3)
+@pytest.fixture(scope="module", params=["difference", "auto"])
+def pristine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A run of differences, or of both kinds."""
+    return make_run(tmp_path_factory.mktemp("run"), 3, encoding=request.param)
 
 
 @pytest.fixture
@@ -84,7 +98,93 @@ def test_new_run_records_base_and_tensors(pristine: TinyRun):
     info = pristine.folder.read_run()
     checkpoint = Checkpoint(pristine.base)
     assert (info.base.state_digest, dict(info.specs())) == (checkpoint.state_digest, checkpoint.specs)
-    assert info.encodings == ("raw",)
+
+
+@pytest.mark.parametrize("encoding", [None, *POLICIES])
+def test_run_records_its_encodings_and_is_continued_in_them(tmp_path: Path, encoding: str | None):
+    run = make_run(tmp_path, 2, encoding=encoding)
+    allowed = encodings_of(encoding or "auto")
+    assert run.folder.read_run().encodings == allowed
+    assert set(encodings_of(policy_of(allowed))) == set(allowed)
+    again = restarted(run, run.trainer)
+    for number in (3, 4):
+        run.trainer.step(number)
+        again.publish()
+    used = {entry.encoding for version in (1, 2, 3, 4) for entry in run.metadata(version).tensors}
+    assert used <= set(allowed)
+    assert_same_state(replay(run.sync_dir, run.base, tmp_path)[-1], run.trainer.state())
+
+
+def test_run_started_raw_continues_raw(tmp_path: Path):
+    run = make_run(tmp_path, 1, encoding="raw")
+    run.trainer.step(2)
+    restarted(run, run.trainer).publish()
+    assert {entry.encoding for entry in run.metadata(2).tensors} == {"raw"}
+
+
+MISMATCHES = [("raw", "auto"), ("raw", "difference"), ("raw", "packed"), ("absolute", "auto"), ("difference", "raw")]
+
+
+@pytest.mark.parametrize(("started", "wanted"), MISMATCHES)
+def test_encoding_that_the_run_does_not_allow_is_refused_and_touches_nothing(tmp_path: Path, started: str, wanted: str):
+    run = make_run(tmp_path, 1, encoding=started)
+    before = snapshot_of(run.sync_dir)
+    with pytest.raises(RunMismatch, match="started with other encodings") as caught:
+        DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding=wanted)
+    assert caught.value.expected == " ".join(encodings_of(started))
+    assert wanted in str(caught.value.found)
+    assert snapshot_of(run.sync_dir) == before
+
+
+@pytest.mark.parametrize(("started", "wanted"), [("auto", "absolute"), ("auto", "raw"), ("absolute", "packed")])
+def test_encoding_that_the_run_allows_may_be_forced_by_a_restart(tmp_path: Path, started: str, wanted: str):
+    run = make_run(tmp_path, 1, encoding=started)
+    again = DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding=wanted)
+    run.trainer.step(2)
+    again.publish()
+    assert {entry.encoding for entry in run.metadata(2).tensors} <= set(encodings_of(wanted))
+    assert_same_state(replay(run.sync_dir, run.base, tmp_path)[-1], run.trainer.state())
+
+
+def test_unknown_encoding_is_unsupported_and_makes_no_run(tmp_path: Path):
+    with pytest.raises(UnsupportedFormat, match="unknown encoding") as caught:
+        make_run(tmp_path, 0, encoding="zip")
+    assert caught.value.found == "zip"
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_run_of_encodings_that_no_policy_has_needs_one_of_them(run: TinyRun):
+    path = run.sync_dir / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"encodings": ["raw", "packed", "difference"]}))
+    with pytest.raises(UnsupportedFormat, match="does not choose by itself") as caught:
+        restarted(run, trainer_after(3))
+    assert caught.value.found == "raw packed difference"
+    again = DeltaPublisher(trainer_after(4), sync_dir=str(run.sync_dir), base=run.base, encoding="packed")
+    assert again.publish().version == 4
+
+
+@pytest.mark.parametrize("versions", range(1, len(MIXED) + 1))
+def test_run_of_all_encodings_is_resumed_exactly(tmp_path: Path, versions: int):
+    run = make_mixed_run(tmp_path, versions)
+    state = open_run(run.folder, Checkpoint(run.base))
+    assert state.version == versions
+    assert_same_state({spec.name: bits for spec, bits in state.baseline.items()}, run.history[versions])
+    assert restarted(run, run.trainer).publish().report.changed_elements == 0
+
+
+def test_version_by_a_trainer_that_remembered_one_element_wrong_is_a_verify_error(run: TinyRun):
+    forge_old_value(run, "difference")
+    with pytest.raises(VerifyError, match="version 4 does not have the state it claims"):
+        restarted(run, trainer_after(3))
+
+
+def test_difference_that_is_not_the_one_of_its_digests_is_a_verify_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = make_run(tmp_path, 1)
+    forge_difference(run, monkeypatch)
+    with pytest.raises(VerifyError, match="version 2 does not have the state it claims"):
+        restarted(run, run.trainer)
 
 
 def test_two_runs_have_different_ids(tmp_path: Path, pristine: TinyRun):

@@ -181,7 +181,8 @@ def test_metadata_whose_file_escapes_is_corrupt(run: TinyRun, name: str):
         run.metadata(1)
 
 
-def test_metadata_of_openrl_in_a_run_is_corrupt(run: TinyRun):
+def test_metadata_of_openrl_in_a_run_is_corrupt(tmp_path: Path):
+    run = make_run(tmp_path, 1, encoding="raw")
     record = run.record(1)
     path = run.sync_dir / record.folder / "metadata.json"
     fields = json.loads(path.read_text())

@@ -17,9 +17,10 @@ from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.stage.places import PlaceMap, Segment
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> TinyRun:
-    return make_run(tmp_path, versions=3)
+@pytest.fixture(params=["raw", "difference", "auto"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> TinyRun:
+    """Of absolute values, of differences, of both."""
+    return make_run(tmp_path, versions=3, encoding=request.param)
 
 
 @pytest.fixture

@@ -1,10 +1,11 @@
-"""Tensor descriptions and the width of positions."""
+"""Tensor descriptions, the width of positions, and differences that become patches."""
 
 import numpy as np
 import pytest
 
+from tests.support.tensors import random_bits
 from vllm_delta_snapshot.errors import UnsupportedFormat
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec, position_dtype
+from vllm_delta_snapshot.types import TensorDifference, TensorPatch, TensorSpec, position_dtype
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,39 @@ def test_spec_text_names_type_and_shape():
 def test_patch_changed_counts_positions():
     patch = TensorPatch(TensorSpec("w", (9,), "U8"), np.array([1, 5], np.int32), np.array([7, 8], np.uint8))
     assert patch.changed == 2
+
+
+SPEC = TensorSpec("w", (9,), "U8")
+
+
+def difference(values: list[int], absolute: list[bool] | None = None) -> TensorDifference:
+    mask = None if absolute is None else np.array(absolute, np.bool_)
+    return TensorDifference(SPEC, np.arange(len(values), dtype=np.int32), np.array(values, np.uint8), mask)
+
+
+def test_difference_changed_counts_positions():
+    assert difference([1, 255, 0]).changed == 3
+
+
+def test_difference_is_added_to_the_old_values_and_wraps():
+    patch = difference([1, 255, 0, 200]).resolve(np.array([255, 0, 7, 100], np.uint8))
+    assert (patch.spec, patch.values.tolist(), patch.values.dtype) == (SPEC, [0, 255, 7, 44], np.uint8)
+
+
+def test_absolute_values_among_differences_replace_the_old_ones():
+    patch = difference([5, 5, 5], [True, False, True]).resolve(np.array([250, 250, 251], np.uint8))
+    assert patch.values.tolist() == [5, 255, 5]
+
+
+def test_difference_leaves_its_own_and_the_old_values_alone():
+    change, old = difference([5, 5], [True, False]), np.array([1, 2], np.uint8)
+    change.resolve(old)
+    assert (change.values.tolist(), old.tolist()) == ([5, 5], [1, 2])
+
+
+@pytest.mark.parametrize("code", ["U8", "BF16", "F32", "F64"])
+def test_difference_of_any_two_values_leads_from_one_to_the_other(code: str):
+    spec = TensorSpec("w", (500,), code)
+    old, new = random_bits(code, 500, "old"), random_bits(code, 500, "new")
+    patch = TensorDifference(spec, np.arange(500, dtype=np.int32), new - old).resolve(old)
+    assert patch.values.tolist() == new.tolist()

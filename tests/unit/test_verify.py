@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.support.changes import differences_for
+from tests.support.strategies import bits_for, specs
+from tests.support.tensors import apply_by_hand
 from vllm_delta_snapshot.engine.lanes import RunDigest
-from vllm_delta_snapshot.engine.verify import sum_over_workers, verify_old
+from vllm_delta_snapshot.engine.verify import sum_over_workers, verify_moves, verify_old
 from vllm_delta_snapshot.errors import BaseMismatch
+from vllm_delta_snapshot.format.digest import add_digests, format_digest, patch_digest
 from vllm_delta_snapshot.stage.places import Box
 
 UPPER: Box = ("segment", 0, ((1, 12),))
@@ -60,32 +67,64 @@ def _hex(digest: int) -> str:
 
 
 def test_old_values_that_are_the_published_ones_are_proven() -> None:
-    workers = [[("w", UPPER, 5), ("v", WHOLE, 1)], [("w", LOWER, TOP)]]
-    old = {"w": _hex(4), "v": _hex(1)}
-    assert verify_old(workers, old, {"w": 2, "v": 1}) == 2
+    assert verify_old({"w": 4, "v": 1}, {"w": _hex(4), "v": _hex(1)}) == {"w", "v"}
 
 
-def test_values_of_unknown_digest_and_empty_patches_are_not_proven_and_no_error() -> None:
-    workers: list[list[RunDigest]] = [[("w", UPPER, None)], [("w", LOWER, 3)]]
-    assert verify_old(workers, {"w": _hex(9), "e": _hex(0)}, {"w": 2, "e": 0}) == 0
+def test_old_values_of_unknown_digest_are_not_proven_and_no_error() -> None:
+    assert verify_old({"w": None, "v": 5}, {"w": _hex(9), "v": None}) == set()
 
 
-def test_update_that_says_nothing_of_old_values_proves_nothing() -> None:
-    assert verify_old([[("w", WHOLE, 5)]], {}, {"w": 1}) == 0
+def test_empty_change_is_proven_by_no_worker_touching_anything() -> None:
+    assert verify_old({}, {"e": _hex(0)}) == verify_moves({}, {}, {"e": _hex(0)}) == {"e"}
+
+
+def test_update_that_says_nothing_of_digests_proves_nothing() -> None:
+    assert verify_old({"w": 5}, {}) == verify_moves({"w": 5}, {"w": 6}, {}) == set()
+
+
+@pytest.mark.parametrize("found", [{"w": 13}, {"w": 5}, {}], ids=["drift", "half is missing", "all of it"])
+def test_drift_and_missing_parts_are_found_and_named(found: dict[str, int | None]) -> None:
+    with pytest.raises(BaseMismatch, match="not the ones this delta was made against") as caught:
+        verify_old(found, {"w": _hex(12)})
+    assert caught.value.tensor == "w"
+    assert caught.value.expected == "digest 000000000000000c"
+
+
+def test_moves_that_lead_to_the_published_values_are_proven() -> None:
+    before, after = {"w": 4, "v": TOP, "x": None, "y": 1}, {"w": 1, "v": 1, "x": 2, "y": None}
+    assert verify_moves(before, after, {"w": _hex(TOP - 2), "v": _hex(2), "x": _hex(0), "y": _hex(0)}) == {"w", "v"}
 
 
 @pytest.mark.parametrize(
-    "workers",
-    [
-        [[("w", UPPER, 5)], [("w", LOWER, 8)]],
-        [[("w", UPPER, 5)]],
-        [[("w", UPPER, 5)], []],
-        [[], []],
-    ],
-    ids=["drift", "half is missing", "the other half", "all of it"],
+    ("before", "after"),
+    [({"w": 4}, {"w": 8}), ({"w": 5}, {"w": 7}), ({"w": 4}, {}), ({}, {"w": 7}), ({}, {})],
+    ids=["other new values", "other old values", "new ones missing", "old ones missing", "all missing"],
 )
-def test_drift_and_missing_parts_are_found_and_named(workers: list[list[RunDigest]]) -> None:
-    with pytest.raises(BaseMismatch, match="not the ones this delta was made against") as caught:
-        verify_old(workers, {"w": _hex(12)}, {"w": 2})
+def test_moves_to_or_from_other_values_are_found_and_named(before: dict, after: dict) -> None:
+    with pytest.raises(BaseMismatch, match="does not lead from the live weights to the published ones") as caught:
+        verify_moves(before, after, {"w": _hex(3)})
     assert caught.value.tensor == "w"
-    assert caught.value.expected == "digest 000000000000000c"
+    assert caught.value.expected == "a digest moved by 0000000000000003"
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_single_wrong_old_value_is_found_by_how_the_digest_moves(data: st.DataObject) -> None:
+    spec = data.draw(specs.filter(lambda spec: spec.numel > 0))
+    published = data.draw(bits_for(spec, spec.numel))
+    change = data.draw(differences_for(spec).filter(lambda change: change.changed > 0))
+    np.putmask(change.values, change.values == 0, 1)
+
+    def ends(bits: np.ndarray) -> list[dict[str, int | None]]:
+        states = (bits, apply_by_hand(bits, change))
+        return [{"w": patch_digest(spec, change.positions, b[change.positions])} for b in states]
+
+    before, after = ends(published)
+    moves = {"w": format_digest(add_digests(after["w"] or 0, -(before["w"] or 0)))}
+    assert verify_moves(before, after, moves) == {"w"}
+    live = published.copy()
+    at = change.positions[data.draw(st.integers(0, change.changed - 1))]
+    top = (1 << 8 * spec.element.itemsize) - 1
+    live[at] ^= live.dtype.type(data.draw(st.integers(1, top)))
+    with pytest.raises(BaseMismatch):
+        verify_moves(*ends(live), moves)

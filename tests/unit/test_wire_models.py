@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.wire import METADATA, RUN, VERSION, as_json, bent
 from vllm_delta_snapshot.errors import CorruptFile, FormatError, LimitExceeded, UnsupportedFormat
-from vllm_delta_snapshot.format.metadata import DeltaMetadata, OpenRLMetadata, parse_metadata
+from vllm_delta_snapshot.format.metadata import DeltaMetadata, OpenRLMetadata, TensorEntry, parse_metadata
 from vllm_delta_snapshot.format.run import RunInfo
 from vllm_delta_snapshot.format.version import VersionRecord
 from vllm_delta_snapshot.format.wire import WireModel, parse_json
@@ -287,6 +287,63 @@ def test_metadata_of_an_update_may_go_back_and_over_versions(base_version: int, 
 def test_metadata_of_version_2_with_two_files_is_corrupt():
     files = [METADATA["files"][0], METADATA["files"][0] | {"name": "other.safetensors"}]
     assert "exactly one file" in str(refusal(DeltaMetadata, bent(METADATA, "files", files)))
+
+
+def entry(**fields: object) -> TensorEntry:
+    data = as_json(METADATA["tensors"][0] | fields)
+    return TensorEntry.from_json(data, file="f")
+
+
+def test_tensor_that_shares_no_block_says_nothing_of_blocks():
+    assert "block" not in json.loads(entry().to_json())
+
+
+def test_tensor_that_shares_a_block_names_it():
+    assert json.loads(entry(block=0).to_json())["block"] == 0
+    assert parse(DeltaMetadata, bent(METADATA, "tensors.1.block", 0)).tensors[1].block == 0
+
+
+@pytest.mark.parametrize("value", [value for value in BAD_COUNTS if value is not None], ids=repr)
+def test_metadata_with_a_bad_block_is_corrupt(value: object):
+    assert "block" in str(refusal(DeltaMetadata, bent(METADATA, "tensors.0.block", value)))
+
+
+def test_tensor_without_an_old_digest_is_read_and_written_with_null():
+    assert json.loads(entry(old_digest=None).to_json())["old_digest"] is None
+
+
+def test_tensor_whose_old_digest_is_missing_is_corrupt():
+    assert "old_digest" in str(refusal(DeltaMetadata, bent(METADATA, "tensors.0.old_digest", ...)))
+
+
+@pytest.mark.parametrize("digest", [None, "", "x" * 16, "4" * 15, "4" * 17, "A" * 16], ids=repr)
+def test_metadata_with_a_bad_new_digest_is_corrupt(digest: object):
+    assert "new_digest" in str(refusal(DeltaMetadata, bent(METADATA, "tensors.0.new_digest", digest)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "move"), [("3" * 16, "4" * 16, int("1" * 16, 16)), (None, "4" * 16, int("4" * 16, 16))]
+)
+def test_tensor_moves_the_digest_from_old_to_new(old: str | None, new: str, move: int):
+    assert entry(old_digest=old, new_digest=new).moves_digest % 2**64 == move
+
+
+def test_tensor_that_moves_the_digest_down_wraps():
+    assert entry(old_digest="f" * 16, new_digest="0" * 16).moves_digest % 2**64 == 1
+
+
+@pytest.mark.parametrize(
+    ("encodings", "expected"),
+    [((), False), (("raw", "packed", "bitmap", "dense"), False), (("raw", "difference"), True),
+     (("raw_difference",), True)],
+)  # fmt: skip
+def test_run_has_differences_if_an_encoding_of_it_is_one(encodings: tuple[str, ...], expected: bool):
+    assert parse(RunInfo, RUN | {"encodings": encodings}).has_differences is expected
+
+
+def test_run_with_an_unknown_encoding_does_not_know_whether_it_has_differences():
+    with pytest.raises(UnsupportedFormat, match="unknown encoding"):
+        _ = parse(RunInfo, RUN | {"encodings": ["raw", "zip"]}).has_differences
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
