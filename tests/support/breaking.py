@@ -1,4 +1,4 @@
-"""Make one worker's writing break off half-way; run in the workers by `collective_rpc`."""
+"""Make writing fail in the workers, half-way or by one of the two ways; run in them by `collective_rpc`."""
 
 from __future__ import annotations
 
@@ -24,3 +24,16 @@ def break_writing(worker: Any, rank: int, count: int) -> None:
         raise RuntimeError("interrupted")
 
     transaction.apply = broken if worker.rank == rank else apply
+
+
+def refuse_scattering(worker: Any) -> None:
+    """Have every update fail that scatters a storage: what goes through was written by vLLM's loader alone."""
+    from vllm_delta_snapshot.engine import apply
+    from vllm_delta_snapshot.engine.lanes import LiveLane
+
+    def refused(lanes: Sequence[LiveLane]) -> list[bool]:
+        if lanes:
+            raise RuntimeError(f"{len(lanes)} storages would be scattered")
+        return []
+
+    apply.write_lanes = refused

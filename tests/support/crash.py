@@ -13,11 +13,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.support.forks import all_forked, forked
 from tests.support.runs import TinyTrainer
 from trainer_hooks import DeltaPublisher
 
@@ -31,18 +33,6 @@ def train(base: Path, sync_dir: Path, steps: int) -> None:
     for step in range(1, steps + 1):
         trainer.step(step)
         publisher.publish()
-
-
-def forked(action: Callable[[], object]) -> int:
-    """Run `action` in a child of its own; return its wait status."""
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-            os._exit(0)
-        except BaseException:  # noqa: BLE001
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
 
 
 def count_calls(last: int | None, report: int) -> None:
@@ -77,17 +67,15 @@ def killed_at_calls(base: Path, work: Path) -> list[str]:
     assert forked(whole) == 0
     os.close(writer)
     total = len(os.read(reader, 1 << 16))
-    dead = []
-    for last in range(total):
-        sync_dir = work / f"call-{last}"
+    dead = [work / f"call-{last}" for last in range(total)]
 
-        def short(last: int = last, sync_dir: Path = sync_dir) -> None:
-            count_calls(last, -1)
-            train(base, sync_dir, 1)
+    def short(last: int, sync_dir: Path) -> None:
+        count_calls(last, -1)
+        train(base, sync_dir, 1)
 
-        assert os.WTERMSIG(forked(short)) == signal.SIGKILL
-        dead.append(str(sync_dir))
-    return dead
+    deaths = all_forked(partial(short, last, sync_dir) for last, sync_dir in enumerate(dead))
+    assert [os.WTERMSIG(death) for death in deaths] == [signal.SIGKILL] * total
+    return list(map(str, dead))
 
 
 def killed_at_times(base: Path, work: Path) -> list[str]:

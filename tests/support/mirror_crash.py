@@ -15,28 +15,18 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tests.support.forks import all_forked, forked
 from tests.support.mirrors import Step, mirror_of, reopened
 from vllm_delta_snapshot import patch_files
 from vllm_delta_snapshot.stage import mirror, mirror_marker
 
 TRACED = {mirror.__file__, mirror_marker.__file__, patch_files.__file__}
-
-
-def forked(action: Callable[[], object]) -> int:
-    """Run `action` in a child of its own; return its wait status."""
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-            os._exit(0)
-        except BaseException:  # noqa: BLE001
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
 
 
 def run_lines(action: Callable[[], object], last: int | None) -> int:
@@ -72,17 +62,16 @@ def killed_at_lines(
     reader, writer = os.pipe()
     prepare(work / "whole")
     assert forked(lambda: os.write(writer, b"%d" % run_lines(lambda: action(work / "whole"), None))) == 0
-    dead = []
-    for last in range(0, int(os.read(reader, 100)), every):
-        folder = work / f"line-{last}"
-        prepare(folder)
+    moments = range(0, int(os.read(reader, 100)), every)
+    dead = [work / f"line-{last}" for last in moments]
 
-        def short(last: int = last, folder: Path = folder) -> None:
-            run_lines(lambda: action(folder), last)
+    def deaths() -> Iterator[Callable[[], object]]:
+        for last, folder in zip(moments, dead, strict=True):
+            prepare(folder)
+            yield partial(run_lines, partial(action, folder), last)
 
-        assert os.WTERMSIG(forked(short)) == signal.SIGKILL
-        dead.append(str(folder))
-    return dead
+    assert [os.WTERMSIG(death) for death in all_forked(deaths())] == [signal.SIGKILL] * len(dead)
+    return list(map(str, dead))
 
 
 def killed_at_times(action: Callable[[Path], object], prepare: Callable[[Path], object], work: Path) -> list[str]:

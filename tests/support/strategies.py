@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from hypothesis import strategies as st
 
 from tests.support.tensors import special_bits
-from vllm_delta_snapshot.dtypes import ALL_CODES, Bits
+from vllm_delta_snapshot.dtypes import ALL_CODES, Bits, dtype_of
 from vllm_delta_snapshot.types import TensorPatch, TensorSpec, position_dtype
 
 codes = st.sampled_from(ALL_CODES)
@@ -20,12 +22,18 @@ shapes = st.one_of(
 specs = st.builds(TensorSpec, st.sampled_from(["w", "model.layers.0.w", "é"]), shapes, codes)
 
 
+@cache
+def _patterns(code: str) -> st.SearchStrategy[int]:
+    """Return what draws special bit patterns of a type and any others; made once, which takes longer than a draw."""
+    top = 1 if code == "BOOL" else (1 << (8 * dtype_of(code).itemsize)) - 1
+    return st.one_of(st.sampled_from(special_bits(code).tolist()), st.integers(0, top))
+
+
 @st.composite
 def bits_for(draw: st.DrawFn, spec: TensorSpec, count: int) -> Bits:
     """Draw `count` bit patterns for a tensor: special ones and any others."""
-    top = 1 if spec.dtype == "BOOL" else (1 << (8 * spec.element.itemsize)) - 1
-    pattern = st.one_of(st.sampled_from(special_bits(spec.dtype).tolist()), st.integers(0, top))
-    return np.array(draw(st.lists(pattern, min_size=count, max_size=count)), dtype=spec.element.bits)
+    patterns = st.lists(_patterns(spec.dtype), min_size=count, max_size=count)
+    return np.array(draw(patterns), dtype=spec.element.bits)
 
 
 @st.composite

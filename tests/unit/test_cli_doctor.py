@@ -3,9 +3,11 @@
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +20,7 @@ from tests.support.cli import Outcome, documented_fields, fields_of
 from tests.support.faults import FaultyStore
 from tests.support.runs import TinyRun, make_run
 from vllm_delta_snapshot import __version__
+from vllm_delta_snapshot.cli import main
 from vllm_delta_snapshot.engine.ways import Choice
 from vllm_delta_snapshot.errors import ExclusiveCreateUnsupported
 from vllm_delta_snapshot.store.posix import PosixStore
@@ -251,7 +254,9 @@ def test_model_that_does_not_start_is_in_the_way(monkeypatch: pytest.MonkeyPatch
     assert checks["model"]["detail"] == "RuntimeError: no such model"
 
 
-def test_what_vllm_prints_is_no_data(tmp_path: Path):
+@pytest.fixture
+def talkative_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A vLLM to be imported that prints in every way there is."""
     package = tmp_path / "vllm"
     for name in PATCH_LOADER.split(".")[1:]:
         package.mkdir()
@@ -265,16 +270,28 @@ def test_what_vllm_prints_is_no_data(tmp_path: Path):
         "print('said by vLLM')\n"
         "os.write(1, b'said by C\\n')\n"
     )
-    ended = subprocess.run(
-        [COMMAND, "doctor", "--json"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)["checks"][1]["detail"] == "9.9.9"
-    assert all(text in ended.stderr for text in ("said by vLLM", "said by C", "not tested with vLLM 9.9.9"))
+    for name in vllm_modules():
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [])
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in vllm_modules():
+        del sys.modules[name]
+
+
+def vllm_modules() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == "vllm"]
+
+
+@pytest.mark.usefixtures("talkative_vllm")
+def test_what_vllm_prints_is_no_data(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["delta-snapshot", "doctor", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capfd.readouterr()
+    assert ended.value.code == 0, printed.err
+    assert json.loads(printed.out)["checks"][1]["detail"] == "9.9.9"
+    assert all(text in printed.err for text in ("said by vLLM", "said by C", "not tested with vLLM 9.9.9"))
 
 
 @pytest.mark.vllm

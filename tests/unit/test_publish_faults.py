@@ -72,11 +72,12 @@ def check_chain(sync_dir: Path, base: Path, scratch: Path, history: list[State])
     folder = RunFolder(PosixStore(sync_dir))
     assert folder.versions() == list(range(1, len(folder.versions()) + 1))
     place = 0
-    for state in replay(sync_dir, base, scratch):
+    states = replay(sync_dir, base, scratch)
+    for state in states:
         while any(state[name].tolist() != history[place][name].tolist() for name in state):
             place += 1
             assert place < len(history), "a version is no state that the trainer had"
-    assert_same_state(replay(sync_dir, base, scratch)[-1], history[-1])
+    assert_same_state(states[-1], history[-1])
 
 
 def faults(opened: Opener, base: Path, tmp_path: Path, when: When, *, down: bool) -> list[str]:

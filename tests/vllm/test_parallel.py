@@ -1,15 +1,19 @@
-"""Several workers: tensor, expert and pipeline parallel engines take updates exactly, and go back exactly."""
+"""Several workers: tensor, expert and pipeline parallel engines take updates exactly, by scattering and by vLLM's
+loader, and go back exactly."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.breaking import break_writing
+from tests.support.breaking import break_writing, refuse_scattering
+from tests.support.digests import unchanged
 from tests.support.engines import Engine, engine
 from tests.support.tiny_models import WEIGHTS_ONLY, make_model, train_step
 from trainer_hooks import DeltaPublisher
@@ -19,9 +23,14 @@ from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
-TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
-EXPERT: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
+TENSOR: dict[str, Any] = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+EXPERT: dict[str, Any] = TENSOR | {"enable_expert_parallel": True}
+PIPELINE: dict[str, Any] = {"distributed_executor_backend": "mp", "pipeline_parallel_size": 2}
+
+
+@pytest.fixture(autouse=True)
+def _core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "0|1")
 
 
 @pytest.mark.parametrize(
@@ -33,11 +42,7 @@ PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
     ],
     ids=["expert", "pipeline", "rearranged"],
 )
-def test_workers_take_updates_exactly_and_go_back(
-    architecture: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    options = options | {"distributed_executor_backend": "mp"}
+def test_workers_take_updates_exactly_and_go_back(architecture: str, options: dict[str, Any], tmp_path: Path) -> None:
     # vLLM 0.32 cannot generate with pipeline parallelism on CPUs; the weights are compared.
     generates = architecture not in WEIGHTS_ONLY and "pipeline_parallel_size" not in options
     base, run, final = tmp_path / "base", tmp_path / "run", tmp_path / "final"
@@ -54,6 +59,7 @@ def test_workers_take_updates_exactly_and_go_back(
                 _all_undo_what_one_interrupts(live, number)
             elif number != 2:
                 sync_llm(live.llm, number, stage_timeout_s=60)
+                first_sums = live.all_checksums()
         verify_llm(live.llm)
         sums, tokens = live.all_checksums(), live.tokens() if generates else []
         assert len(sums) == 2
@@ -61,6 +67,8 @@ def test_workers_take_updates_exactly_and_go_back(
         verify_llm(live.llm)
         assert live.all_checksums() == base_sums
         assert (live.tokens() if generates else []) == base_tokens
+        _take_the_same_by_vllms_loader(live, run, {1: first_sums, 3: sums})
+        _end_without_the_collector(live)
 
     materialize(RunFolder(open_store(str(run))), Checkpoint(base), 3, final)
     with engine(final, **options) as fresh:
@@ -68,6 +76,24 @@ def test_workers_take_updates_exactly_and_go_back(
         assert (fresh.tokens() if generates else []) == tokens
     assert all(sums[rank] != base_sums[rank] for rank in (0, 1))
     assert tokens != base_tokens or not generates
+
+
+def test_tensor_parallel_workers_take_the_same_by_scattering_and_by_vllms_loader(tmp_path: Path) -> None:
+    base, run = tmp_path / "base", tmp_path / "run"
+    model = make_model("llama_tied", base)
+    publisher = DeltaPublisher(model, sync_dir=str(run), base=base)
+    with engine(base, **TENSOR) as live:
+        live.init(sync_dir=str(run))
+        base_sums, scattered = live.all_checksums(), {}
+        for number in (1, 2):
+            train_step(model, number)
+            sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60)
+            scattered[number] = live.all_checksums()
+        sync_llm(live.llm, 0, stage_timeout_s=60, allow_rollback=True)
+        assert live.all_checksums() == base_sums
+        _take_the_same_by_vllms_loader(live, run, scattered)
+    assert [unchanged(*sums) for sums in zip(base_sums, scattered[1], strict=True)] == [[], []]
+    assert [unchanged(*sums) for sums in zip(scattered[1], scattered[2], strict=True)] == [[], []]
 
 
 def _all_undo_what_one_interrupts(live: Engine, version: int) -> None:
@@ -88,6 +114,28 @@ def _all_undo_what_one_interrupts(live: Engine, version: int) -> None:
     live.llm.llm_engine.collective_rpc(break_writing, args=(-1, 0))
     assert count > 3
     assert live.all_checksums() != before
+
+
+def _take_the_same_by_vllms_loader(live: Engine, run: Path, scattered: dict[int, list[dict[str, str]]]) -> None:
+    """Go the way again that scattering went: every worker must come to hold the same at each of these versions."""
+    live.init(sync_dir=str(run), apply="loader")
+    live.llm.llm_engine.collective_rpc(refuse_scattering)
+    for version, sums in scattered.items():
+        sync_llm(live.llm, version, stage_timeout_s=60)
+        assert live.all_checksums() == sums
+    verify_llm(live.llm)
+
+
+def _end_without_the_collector(live: Engine) -> None:
+    """Stop the workers: no failed update may have kept their queues, which the collector may hang over."""
+    executor = live.llm.llm_engine.model_executor
+    queues = [weakref.ref(queue) for queue in executor.response_mqs]
+    gc.disable()
+    try:
+        executor.shutdown()
+        assert [queue() for queue in queues] == [None, None]
+    finally:
+        gc.enable()
 
 
 def _close_session(live: Engine) -> None:

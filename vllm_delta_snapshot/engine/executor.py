@@ -5,6 +5,11 @@ vLLM 0.32 stops reading the workers' answers at the first failure. The answers o
 queues and are taken for answers to the next call, and so on for ever: a failed update would make later, unrelated calls
 fail, and an update that failed could be taken for one that succeeded. Here the rest of the answers is read before the
 failure is passed on. Calls that succeed, and calls that ask one worker only, are not touched.
+
+A failure must not keep the queues alive either. vLLM's future and the failure refer to each other, and through the
+frames of its traceback to whatever the call had at hand, until the garbage collector comes; a queue that is freed by
+the collector may hang it for ever (pyzmq then waits for a context whose sockets it does not know any more). So after a
+failed update an engine in this process might never end. Therefore a failed call is left without its queues.
 """
 
 from __future__ import annotations
@@ -37,9 +42,12 @@ def keep_answers_in_step(module: ModuleType) -> None:
             return plain(self, method, *args, **kwargs)
         except RuntimeError:
             _read_the_rest(answers)
+            for answer in answers:
+                answer.let_go()
             raise
         finally:
             self.response_mqs = queues
+            del queues  # the failure's traceback has this frame
 
     setattr(collective_rpc, _MARK, True)
     executor.collective_rpc = collective_rpc
@@ -56,6 +64,9 @@ class _Answer:
         answer = self._queue.dequeue(*args, **kwargs)
         self.is_taken = True
         return answer
+
+    def let_go(self) -> None:
+        self._queue = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
