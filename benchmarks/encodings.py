@@ -32,7 +32,7 @@ from benchmarks.report import machine, progress, write_section
 from examples.grpo_arithmetic.model import prepare_base
 from examples.grpo_arithmetic.settings import read_settings
 from trainer_hooks.diff import diff_piece, join_pieces, pieces
-from trainer_hooks.kernel import load_kernel
+from trainer_hooks.kernel import _load_kernel, load_kernel
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.dtypes import dtype_of
 from vllm_delta_snapshot.format.blocks import EncodedBlock, Placed, encode_block, group_blocks
@@ -222,7 +222,7 @@ def _time_all(specs: Specs, before: Weights, after: Weights, row: dict[str, Any]
     memcpy()
     for name, kernel in (("numpy", "0"), ("kernel", "1")):
         os.environ["DELTA_SNAPSHOT_KERNEL"] = kernel
-        load_kernel.cache_clear()
+        _load_kernel.cache_clear()
         if kernel == "1" and load_kernel() is None:
             continue
         encode(specs, before, after, "auto", is_digested=True)  # compiles
@@ -231,7 +231,7 @@ def _time_all(specs: Specs, before: Weights, after: Weights, row: dict[str, Any]
             lambda: encode(specs, before, after, "auto", is_digested=True), memcpy
         )
     os.environ["DELTA_SNAPSHOT_KERNEL"] = "0"
-    load_kernel.cache_clear()
+    _load_kernel.cache_clear()
     with thread_pool(2) as pool:
         row["encode_x"]["two threads"] = _ratio(
             lambda: encode(specs, before, after, "auto"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ _VALUE: Final = np.uint64(0xD6E8FEB86659FD93)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2: Final = np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_LOADING: Final = threading.Lock()
 
 
 class Kernel:
@@ -54,9 +56,14 @@ class Kernel:
         return int(self._digest(np.uint64(key), positions, values))
 
 
-@functools.cache
 def load_kernel() -> Kernel | None:
     """Return the kernel; ``None`` where numba is missing or the environment says no."""
+    with _LOADING:  # else every thread that asks at the start has one of its own, and compiles it
+        return _load_kernel()
+
+
+@functools.cache
+def _load_kernel() -> Kernel | None:
     if os.environ.get("DELTA_SNAPSHOT_KERNEL") == "0" or importlib.util.find_spec("numba") is None:
         return None
     import numba  # type: ignore[import-untyped]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import xxhash
 
-from vllm_delta_snapshot.errors import BrokenChain, CorruptFile, ObjectNotFound, RunMismatch
+from vllm_delta_snapshot.errors import BrokenChain, CorruptFile, ObjectNotFound, RunMismatch, UnsupportedFormat
 from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.encodings import ENCODINGS
 from vllm_delta_snapshot.format.metadata import MAX_METADATA_BYTES, DeltaMetadata, parse_metadata
 from vllm_delta_snapshot.format.run import MAX_RUN_BYTES, RunInfo
 from vllm_delta_snapshot.format.version import MAX_VERSION_BYTES, VersionRecord
@@ -115,6 +116,7 @@ class RunFolder:
             raise CorruptFile("metadata is OpenRL's, not of this run", file=self._where(key))
         self._check_run(metadata.run_id, key)
         _check_same(record, metadata, self._where(key))
+        self._check_encodings(metadata, key)
         return metadata
 
     def _check_run(self, run_id: str, key: str) -> None:
@@ -123,6 +125,20 @@ class RunFolder:
             raise RunMismatch(
                 "belongs to another run", file=self._where(key), expected=f"run {expected}", found=f"run {run_id}"
             )
+
+    def _check_encodings(self, metadata: DeltaMetadata, key: str) -> None:
+        """Receivers have prepared for the encodings that the run named when it began, and for no others."""
+        allowed = self.read_run().encodings
+        for entry in metadata.tensors:
+            if entry.encoding not in allowed:
+                is_known = entry.encoding in ENCODINGS
+                raise (CorruptFile if is_known else UnsupportedFormat)(
+                    "an encoding that the run does not use" if is_known else "unknown encoding",
+                    file=self._where(key),
+                    tensor=entry.name,
+                    expected=" ".join(allowed),
+                    found=entry.encoding,
+                )
 
     def _where(self, key: str) -> str:
         return f"{self.store.uri}/{key}"

@@ -58,6 +58,7 @@ def metadata_of(version: int, changes: Sequence[Change], before: dict[str, Bits]
     """Return the metadata of one version, with the digests of a trainer that has the state before."""
     entries = [_entry(change, before[change.spec.name]) for change in changes]
     fields = METADATA | {
+        "format_version": 3,
         "version": version,
         "base_version": version - 1,
         "tensors": entries,

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from trainer_hooks.kernel import Kernel, load_kernel
+from trainer_hooks.kernel import Kernel, _load_kernel
 
 
 @functools.cache
@@ -15,6 +15,6 @@ def compiled() -> Kernel:
     pytest.importorskip("numba")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("DELTA_SNAPSHOT_KERNEL", "1")
-        kernel = load_kernel.__wrapped__()
+        kernel = _load_kernel.__wrapped__()
     assert kernel is not None
     return kernel

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer_hooks.kernel import load_kernel
+from trainer_hooks.kernel import _load_kernel
 
 SWITCH = "DELTA_SNAPSHOT_KERNEL"
 
@@ -17,6 +17,6 @@ def _without_kernel() -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(SWITCH, "0")
-        load_kernel.cache_clear()
+        _load_kernel.cache_clear()
         yield
-    load_kernel.cache_clear()
+    _load_kernel.cache_clear()

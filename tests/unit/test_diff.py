@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from trainer_hooks.diff import (
     pieces,
     tensor_bits,
 )
-from trainer_hooks.kernel import Kernel, load_kernel
+from trainer_hooks.kernel import Kernel, _load_kernel, load_kernel
 from vllm_delta_snapshot.dtypes import Bits, dtype_of
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.types import TensorSpec, position_dtype
@@ -400,13 +401,13 @@ def test_kernel_is_used_where_numba_is_and_the_environment_does_not_say_no(
     monkeypatch.delenv("DELTA_SNAPSHOT_KERNEL", raising=False)
     if value is not None:
         monkeypatch.setenv("DELTA_SNAPSHOT_KERNEL", value)
-    assert (load_kernel.__wrapped__() is None) is (value == "0")
+    assert (_load_kernel.__wrapped__() is None) is (value == "0")
 
 
 def test_kernel_is_not_used_where_numba_is_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DELTA_SNAPSHOT_KERNEL", "1")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert load_kernel.__wrapped__() is None
+    assert _load_kernel.__wrapped__() is None
 
 
 @pytest.mark.parametrize("step", [2, -1])
@@ -415,3 +416,22 @@ def test_kernel_takes_no_strided_arrays(step: int):
     assert Kernel.takes(array, array)
     assert not Kernel.takes(array[::step], array[::step])
     assert not Kernel.takes(array[1:], array[:-1])
+
+
+def test_threads_that_ask_for_the_kernel_at_once_share_one(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("numba")
+    monkeypatch.setenv("DELTA_SNAPSHOT_KERNEL", "1")
+    _load_kernel.cache_clear()
+    start = threading.Barrier(4, timeout=20)
+
+    def ask(_: int) -> Kernel | None:
+        start.wait()
+        return load_kernel()
+
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(ask, range(4)))
+    finally:
+        _load_kernel.cache_clear()
+    assert found[0] is not None
+    assert all(kernel is found[0] for kernel in found)

@@ -203,3 +203,12 @@ def test_run_that_could_not_be_read_is_read_again(pristine: TinyRun):
     with pytest.raises(StoreUnavailable):
         folder.read_run()
     assert folder.read_run().run_id == pristine.publisher.run_id
+
+
+def test_encoding_that_the_run_did_not_name_is_corrupt(run: TinyRun):
+    used = {entry.encoding for entry in run.metadata(1).tensors}
+    fields = json.loads((run.sync_dir / "run.json").read_text())
+    fields["encodings"] = [name for name in fields["encodings"] if name not in used]
+    (run.sync_dir / "run.json").write_text(json.dumps(fields))
+    with pytest.raises(CorruptFile, match="an encoding that the run does not use"):
+        run.metadata(1)

@@ -371,3 +371,11 @@ def test_parse_json_of_anything_but_an_object_is_corrupt(data: bytes):
     with pytest.raises(CorruptFile) as caught:
         parse_json(data, file="the/file.json")
     assert caught.value.file == "the/file.json"
+
+
+@pytest.mark.parametrize("encoding", ["packed", "difference", "raw_difference"])
+def test_version_2_holds_nothing_that_openrl_cannot_read(encoding: str) -> None:
+    tensors = [entry | {"encoding": encoding} for entry in METADATA["tensors"]]
+    parse_metadata(json.dumps(METADATA | {"format_version": 3, "tensors": tensors}).encode(), file="f")
+    with pytest.raises(CorruptFile, match="the encoding raw"):
+        parse_metadata(json.dumps(METADATA | {"tensors": tensors}).encode(), file="f")

@@ -139,8 +139,8 @@ class DeltaMetadata(_SparseDelta):
             raise ValueError("changed_elements is not the sum over tensors")
         if any(t.file >= len(self.files) for t in self.tensors):
             raise ValueError("a tensor names a file that is not listed")
-        if self.format_version == 2 and len(self.files) != 1:
-            raise ValueError("format_version 2 has exactly one file")
+        if self.format_version == 2 and (len(self.files) != 1 or any(t.encoding != "raw" for t in self.tensors)):
+            raise ValueError("format_version 2 has exactly one file, and the encoding raw")
         return self
 
 
