@@ -158,7 +158,7 @@ def test_changes_decoded_on_threads_are_the_same(pristine: TinyRun, tmp_path: Pa
 def test_tensor_of_an_unknown_encoding_is_unsupported(run: TinyRun, tmp_path: Path):
     tensors = tensors_of(run, 1)
     tensors[0]["encoding"] = "zip"
-    edit_metadata(run, 1, tensors=tensors)
+    edit_metadata(run, 1, tensors=tensors, format_version=3)
     with pytest.raises(UnsupportedFormat) as caught:
         run.changes(1, tmp_path / "local")
     assert caught.value.tensor == tensors[0]["name"]
