@@ -23,6 +23,8 @@ RINGS = (
     (f"{OURS}.format", ("store", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.store", ("format", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.stage", ("engine", "drive", "cli", "plugin")),
+    (f"{OURS}.neighbours", ("engine", "drive", "cli", "plugin")),
+    (f"{OURS}.planner", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.drive", ("cli", "plugin")),
     (f"{OURS}.engine", ("cli", "plugin")),
     ("trainer_hooks", ("engine", "drive", "cli", "plugin")),
