@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from trainer_hooks.baseline import Baseline
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.delta_folder import TOOL, utc_now
-from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, RunMismatch, UnsupportedFormat, VerifyError
+from vllm_delta_snapshot.errors import (
+    BaseMismatch,
+    ObjectExists,
+    ObjectNotFound,
+    RunMismatch,
+    UnsupportedFormat,
+    VerifyError,
+)
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.choose import POLICIES, encodings_of
 from vllm_delta_snapshot.format.digest import format_digest, state_digest
@@ -23,6 +30,7 @@ from vllm_delta_snapshot.format.run import BaseIdentity, RunInfo
 from vllm_delta_snapshot.format.wire import SpecEntry
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.replay import opened_version, plan_from_base
+from vllm_delta_snapshot.stage.resolve import resolve_all
 
 __all__ = ["PublishedState", "open_run", "policy_of"]
 
@@ -131,8 +139,18 @@ def _replay(folder: RunFolder, baseline: Baseline, run: RunInfo, version: int) -
         return run.base.state_digest
     plan = plan_from_base(folder, version)
     for record in plan.steps:
-        with opened_version(folder, record, baseline.specs) as (_, changes):
-            baseline.advance(changes)
+        with opened_version(folder, record, baseline.specs) as (metadata, changes):
+            try:
+                baseline.advance(resolve_all(metadata, changes, baseline.bits))
+            except BaseMismatch as error:
+                raise VerifyError(
+                    f"version {record.version} does not have the state it claims",
+                    file=folder.store.uri,
+                    tensor=error.tensor,
+                    expected=error.expected,
+                    found=error.found,
+                    hint="It was published by a trainer whose baseline was wrong; start a new run.",
+                ) from error
     found = format_digest(state_digest(baseline.items()))
     if found != plan.state_digest:
         raise VerifyError(

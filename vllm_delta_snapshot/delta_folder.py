@@ -18,7 +18,7 @@ import xxhash
 
 from vllm_delta_snapshot._version import __version__
 from vllm_delta_snapshot.format import layout
-from vllm_delta_snapshot.format.blocks import EncodedBlock, Placed, encode_block, group_blocks
+from vllm_delta_snapshot.format.blocks import EncodedBlock, FiledBlock, Placed, encode_block, group_blocks
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES, PlannedFile, plan_file
 from vllm_delta_snapshot.format.digest import add_digests, format_digest
 from vllm_delta_snapshot.format.metadata import DeltaMetadata, FileEntry, TensorEntry, Timings
@@ -199,14 +199,14 @@ class _Files:
         self._folder = folder
         self._max_file_bytes = max_file_bytes
         self._entries: list[FileEntry] = []
-        self._blocks: list[EncodedBlock] = []
+        self._blocks: list[FiledBlock] = []
         self._size = 0
 
     def add(self, block: EncodedBlock) -> int:
         """Put a block into a file; return the file's number."""
         if self._blocks and self._size + block.num_bytes > self._max_file_bytes:
             self._write(is_only=False)
-        self._blocks.append(block)
+        self._blocks.append(block.filed)
         self._size += block.num_bytes
         return len(self._entries)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from vllm_delta_snapshot.dtypes import dtype_of
 from vllm_delta_snapshot.errors import CorruptFile, FormatError
-from vllm_delta_snapshot.format.blocks import EncodedBlock
+from vllm_delta_snapshot.format.blocks import EncodedBlock, FiledBlock
 from vllm_delta_snapshot.format.encodings import encoding_of
 from vllm_delta_snapshot.format.encodings.base import Part, Parts, Stated
 from vllm_delta_snapshot.format.metadata import LAYER_NAMES_KEY
@@ -77,10 +77,10 @@ class StoredChange:
     block: int
 
 
-def plan_file(name: str, blocks: Sequence[EncodedBlock]) -> PlannedFile:
+def plan_file(name: str, blocks: Sequence[EncodedBlock | FiledBlock]) -> PlannedFile:
     """Plan a file that holds these blocks. Their arrays are referenced, not copied."""
     arrays = [_named(f"{block.place}.{part}", *value) for block in blocks for part, value in block.parts.items()]
-    members = sorted((member.place, member.change.spec.name) for block in blocks for member in block.members)
+    members = sorted(member for block in blocks for member in block.names)
     return PlannedFile(name, tuple(arrays), {LAYER_NAMES_KEY: json.dumps([name for _, name in members])})
 
 
