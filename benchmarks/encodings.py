@@ -43,7 +43,7 @@ from vllm_delta_snapshot.ordered import ordered_map, thread_pool
 from vllm_delta_snapshot.stage.merge import merge
 from vllm_delta_snapshot.types import Change, TensorDifference, TensorSpec
 
-LEARNING_RATES = {3e-7: 4, 1e-6: 4, 3e-6: 20, 1e-5: 4}
+LEARNING_RATES = {1e-6: 3, 3e-6: 3, 1e-5: 20}
 """By learning rate, how many steps are recorded."""
 DENSITIES = [0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3]
 REPETITIONS = 7
@@ -136,9 +136,25 @@ def measure(specs: Specs, before: Weights, after: Weights, *, is_timed: bool) ->
         payload = peer.encode(before, after)
         row["bytes"][peer.name] = _size(payload) / changed
         _check(before, after, lambda weights, p=payload, peer=peer: peer.apply(p, weights), peer.name)
+    row["bytes"]["order-0 bound"] = _bound(before, after)
     if is_timed:
         _time_all(specs, before, after, row)
     return row
+
+
+def _bound(before: Weights, after: Weights) -> float:
+    """Return bytes a change that no order-0 coder of positions (by each tensor's density) and differences can beat."""
+    position_bits, moves = 0.0, []
+    for name, old in before.items():
+        moved = after[name] - old
+        found = moved[moved != 0]
+        density = found.size / max(1, moved.size)
+        if 0 < density < 1:
+            position_bits -= moved.size * (density * np.log2(density) + (1 - density) * np.log2(1 - density))
+        moves.append(found)
+    differences = np.concatenate(moves)
+    shares = np.unique(differences, return_counts=True)[1] / differences.size
+    return float(position_bits / differences.size - np.sum(shares * np.log2(shares))) / 8
 
 
 def measure_merge(chain: list[list[Change]]) -> dict[str, float]:
@@ -172,6 +188,8 @@ def figures(recorded: list[dict[str, Any]], constructed: list[dict[str, Any]]) -
             "raw": median(rl, "bytes", "raw"),
             "xor_zstd": median(rl, "bytes", "XOR + zstd (SkyRL)"),
             "gaps_xor_zstd": median(rl, "bytes", "gaps + XOR + zstd (NeMo RL)"),
+            "bound_rl": median(rl, "bytes", "order-0 bound"),
+            "bound_sparse": median(sparse, "bytes", "order-0 bound"),
         },
         "rl_density": [round(row["density"], 5) for row in rl],
         "sparse_density": [round(row["density"], 5) for row in sparse],
@@ -312,7 +330,7 @@ def write_report(result: dict[str, Any], specs: Specs) -> None:
         f"`make bench-encodings`. SmolLM2-135M-Instruct ({elements / 1e6:.0f} M bf16 weights), GRPO on arithmetic with"
         f" AdamW on fp32 master weights, recorded in this run; below, weights moved along one real update direction until"
         f" a given share changes. {machine()}. Every row was decoded and compared bit for bit. `auto` is what `publish`"
-        " sends by default. The others are re-implementations (`benchmarks/peers.py`) of what their projects send.",
+        " sends by default. *order-0 bound* is what no coder of independent positions and differences can beat. The others are re-implementations (`benchmarks/peers.py`) of what their projects send.",
         ["weights", "density", *names],
         [
             [what, f"{100 * row['density']:.3f} %", *(f"{row['bytes'][name]:.3f}" for name in names)]

@@ -2,7 +2,7 @@
 """An optional compiled kernel for the two hot loops of the diff: find what differs, and digest it.
 
 Used where numba is installed (extra ``[fast]``) and ``DELTA_SNAPSHOT_KERNEL`` is not ``0``; its results are those of
-numpy, bit for bit. Compiled at the first use in a process, about a second for each element width.
+numpy, bit for bit. Compiling takes about a second for each element width, in every process; `warm_up` does it ahead.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import functools
 import importlib.util
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_delta_snapshot.dtypes import Bits
+from vllm_delta_snapshot.types import TensorSpec, position_dtype
 
 __all__ = ["Kernel", "load_kernel"]
 
@@ -46,6 +47,13 @@ class Kernel:
         """Say whether two arrays can be compared eight bytes at a time."""
         arrays = (current, baseline)
         return all(array.ctypes.data % 8 == 0 and array.flags.c_contiguous for array in arrays)
+
+    def warm_up(self, specs: Iterable[TensorSpec]) -> None:
+        """Compile for the element widths of these tensors, so that the first diff need not. Blocks."""
+        for bits, positions in {(spec.element.bits, position_dtype(spec.numel)) for spec in specs}:
+            one, other = np.zeros(1, bits), np.ones(1, bits)
+            self.find(other, one, np.empty(2, np.int32), np.empty(2, bits), np.empty(2, bits))
+            self.digest(0, np.zeros(1, positions), one)
 
     def find(self, current: Bits, baseline: Bits, positions: NDArray[np.int32], old: Bits, new: Bits) -> int:
         """Compare two arrays of one width; write what differs into buffers of their size, and return how many."""

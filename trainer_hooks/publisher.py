@@ -19,6 +19,7 @@ from pathlib import Path
 from trainer_hooks.diff import TensorDiff
 from trainer_hooks.differ import Differ, Fingerprints, check_names
 from trainer_hooks.kept import KeptChanges
+from trainer_hooks.kernel import load_kernel
 from trainer_hooks.publish import commit, is_committed, write_publication
 from trainer_hooks.resume import open_run, policy_of
 from trainer_hooks.source import source_of
@@ -164,6 +165,8 @@ class DeltaPublisher:
         self._fingerprints: Fingerprints = {}
         self._attempt: _Attempt | None = None
         self._is_moving = False
+        if (kernel := load_kernel()) is not None:
+            kernel.warm_up(self._specs.values())
         logger.info(
             "opened run=%s sync_dir=%s version=%d tensors=%d elements=%d",
             self._run_id,

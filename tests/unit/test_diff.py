@@ -435,3 +435,14 @@ def test_threads_that_ask_for_the_kernel_at_once_share_one(monkeypatch: pytest.M
         _load_kernel.cache_clear()
     assert found[0] is not None
     assert all(kernel is found[0] for kernel in found)
+
+
+def test_kernel_that_was_warmed_up_need_not_compile_for_the_diff() -> None:
+    kernel = compiled()
+    spec = TensorSpec("w", (1000,), "BF16")
+    kernel.warm_up([spec])
+    known = (len(kernel._find.signatures), len(kernel._digest.signatures))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("trainer_hooks.diff.load_kernel", lambda: kernel)
+        assert diff_tensor(spec, np.zeros(1000, np.uint16), torch.ones(1000, dtype=torch.bfloat16)) is not None
+    assert (len(kernel._find.signatures), len(kernel._digest.signatures)) == known
