@@ -26,7 +26,7 @@ __all__ = ["Weights", "moved_to_density", "record"]
 Weights = dict[str, Bits]
 """By checkpoint name, a tensor's bf16 bits, flat."""
 
-QUESTIONS, SAMPLES, NEW_TOKENS, WARM_UP = 8, 8, 6, 6
+QUESTIONS, SAMPLES, NEW_TOKENS, WARM_UP = 4, 6, 6, 3
 
 
 class Trainer:
