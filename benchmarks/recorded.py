@@ -26,7 +26,7 @@ __all__ = ["Weights", "moved_to_density", "record"]
 Weights = dict[str, Bits]
 """By checkpoint name, a tensor's bf16 bits, flat."""
 
-QUESTIONS, SAMPLES, NEW_TOKENS, WARM_UP = 4, 6, 6, 3
+QUESTIONS, SAMPLES, NEW_TOKENS, WARM_UP = 6, 6, 6, 3
 
 
 class Trainer:
@@ -89,10 +89,14 @@ def record(base: Path, learning_rate: float, steps: int) -> Iterator[tuple[Weigh
         trainer.step()
         progress(f"learning rate {learning_rate:g}: warm-up step {number + 1}/{WARM_UP}")
     before = trainer.weights()
-    for number in range(steps):
+    number = 0
+    while number < steps:
         reward = trainer.step()
         after = trainer.weights()
-        progress(f"learning rate {learning_rate:g}: step {number + 1}/{steps}, reward {reward:.2f}")
+        if all(np.array_equal(before[name], after[name]) for name in before):
+            continue  # all answers had the same reward: nothing to learn from
+        number += 1
+        progress(f"learning rate {learning_rate:g}: step {number}/{steps}, reward {reward:.2f}")
         yield before, after
         before = after
 
@@ -109,7 +113,8 @@ def moved_to_density(base: Path, densities: list[float]) -> Iterator[tuple[float
         trainer.step()
         progress(f"update direction: step {number + 1}/{WARM_UP}")
     masters = trainer.masters()
-    trainer.step()
+    while all(torch.equal(tensor, masters[name]) for name, tensor in trainer.masters().items()):
+        trainer.step()
     directions = {name: tensor - masters[name] for name, tensor in trainer.masters().items()}
     before = _served(masters)
     for density in densities:
