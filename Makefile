@@ -28,7 +28,7 @@ demo: $(STAMPS)/engine $(STAMPS)/demo  ## Train a real model while a real vLLM e
 test: $(STAMPS)/engine  ## All tests, on a real vLLM engine (under 20 minutes on 2 cores)
 	$(BIN)/python -m pytest tests
 
-test-fast: $(STAMPS)/base  ## The tests that need no vLLM (under 2 minutes)
+test-fast: $(STAMPS)/base  ## The tests that need no vLLM (about 4 minutes on 2 cores)
 	$(BIN)/python -m pytest tests -m "not vllm"
 
 test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION=0.31.0 (makes a .venv-vllm-... of its own)
