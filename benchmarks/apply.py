@@ -14,20 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.measure import peak, reset_peak, spread, timed
 from benchmarks.report import machine, progress, write_section
 
 os.environ.update(
@@ -89,7 +88,7 @@ def _in_own_process(option: str, size: str) -> dict[str, Any]:
 def _measure_densities(size: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "base"
-        config = _config(size)
+        config = llama_config(size)
         torch.set_default_dtype(torch.bfloat16)
         from transformers import LlamaForCausalLM
 
@@ -102,8 +101,8 @@ def _measure_densities(size: str) -> dict[str, Any]:
             seconds[name], peaks[name] = _measure_update(engine, density, REPETITIONS[name], Path(temporary) / name)
         progress("dense load from memory, and reload from disk")
         weights = _dense_weights(folder)
-        dense = _spread([_timed(lambda: engine.model.load_weights(iter(weights))) for _ in range(3)])
-        reload_s = _spread([_timed(engine.worker.reload_weights) for _ in range(3)])
+        dense = spread([timed(lambda: engine.model.load_weights(iter(weights))) for _ in range(3)])
+        reload_s = spread([timed(engine.worker.reload_weights) for _ in range(3)])
     return {
         "elements": engine.elements,
         "repetitions": REPETITIONS,
@@ -118,7 +117,7 @@ def _measure_growth(size: str) -> dict[str, Any]:
     """Time the pause for a fixed number of changes. The weights are vLLM's dummy ones; no file is read."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "base"
-        config = _config(size)
+        config = llama_config(size)
         config.save_pretrained(folder)
         described = json.loads((folder / "config.json").read_text())
         described["architectures"] = ["LlamaForCausalLM"]
@@ -128,8 +127,8 @@ def _measure_growth(size: str) -> dict[str, Any]:
         for repetition in range(REPETITIONS["1pct"]):
             patches = engine.patches(CHANGES / engine.elements, repetition)
             prepared = engine.prepare(patches, Path(temporary) / str(repetition))
-            times.append(_timed(lambda: prepared.commit(engine.model, "scatter")))  # noqa: B023 - called at once
-    return {"elements": engine.elements, "changes": CHANGES, "commit_s": _spread(times)}
+            times.append(timed(lambda: prepared.commit(engine.model, "scatter")))  # noqa: B023 - called at once
+    return {"elements": engine.elements, "changes": CHANGES, "commit_s": spread(times)}
 
 
 class _Engine:
@@ -218,28 +217,29 @@ def _measure_update(
         changes = sum(patch.changed for patch in patches)
 
         def by_loader() -> None:
-            times["loader"].append(_timed(lambda: apply_by_loader(engine.model, patches)))  # noqa: B023
+            times["loader"].append(timed(lambda: apply_by_loader(engine.model, patches)))  # noqa: B023
 
         def by_commit() -> None:
             started = time.perf_counter()
             prepared = prepare(engine.fitness, update)  # noqa: B023
             times["prepare"].append(time.perf_counter() - started)
-            before = _reset_peak()
-            times["commit"].append(_timed(lambda: prepared.commit(engine.model, "scatter")))
-            peaks.append((_peak() - before) / changes)  # noqa: B023
+            before = reset_peak()
+            times["commit"].append(timed(lambda: prepared.commit(engine.model, "scatter")))
+            peaks.append((peak() - before) / changes)  # noqa: B023
             undo_lanes(prepared.lanes)
             times["bare"].append(
-                _timed(lambda: [lane.flat.index_copy_(0, lane.index, lane.new) for lane in prepared.lanes])
+                timed(lambda: [lane.flat.index_copy_(0, lane.index, lane.new) for lane in prepared.lanes])
             )
             undo_lanes(prepared.lanes)
 
         by_commit()
         by_loader()
         shutil.rmtree(folder / str(repetition))
-    return {way: _spread(values) for way, values in times.items()}, round(max(peaks), 2)
+    return {way: spread(values) for way, values in times.items()}, round(max(peaks), 2)
 
 
-def _config(size: str) -> Any:
+def llama_config(size: str) -> Any:
+    """Return the configuration of a Llama of about this size."""
     from transformers import LlamaConfig
 
     hidden, inner, layers, vocabulary = SHAPES[size]
@@ -270,33 +270,6 @@ def _dense_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
     from safetensors.torch import load_file
 
     return [item for path in sorted(folder.glob("*.safetensors")) for item in load_file(path).items()]
-
-
-def _timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    with torch.no_grad():
-        work()
-    return time.perf_counter() - started
-
-
-def _spread(seconds: Sequence[float]) -> list[float]:
-    """Return median, smallest and largest."""
-    return [round(f(seconds), 5) for f in (statistics.median, min, max)]
-
-
-def _reset_peak() -> int:
-    """Have the kernel forget the process's peak of memory, and return what it has now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _peak() -> int:
-    return _status("VmHWM")
-
-
-def _status(field: str) -> int:
-    match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return 1024 * int(match[1]) if match else 0
 
 
 def _write_report(result: dict[str, Any]) -> None:

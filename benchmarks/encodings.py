@@ -17,25 +17,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.measure import peak, reset_peak
 from benchmarks.peers import PEERS, Payload
 from benchmarks.recorded import Weights, moved_to_density, record
-from benchmarks.report import machine, progress, write_section
+from benchmarks.report import machine, progress, update_coefficients, write_section
 from examples.grpo_arithmetic.model import prepare_base
 from examples.grpo_arithmetic.settings import read_settings
-from trainer_hooks.diff import diff_piece, join_pieces, pieces
+from trainer_hooks.diff import pieces
+from trainer_hooks.differ import diff_pieces
 from trainer_hooks.kernel import _load_kernel, load_kernel
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.dtypes import dtype_of
-from vllm_delta_snapshot.format.blocks import EncodedBlock, Placed, encode_block, group_blocks
+from vllm_delta_snapshot.format.blocks import EncodedBlock, Placed, decode_parts, encode_block, group_blocks
 from vllm_delta_snapshot.format.choose import choose
-from vllm_delta_snapshot.format.encodings import encoding_of
-from vllm_delta_snapshot.format.encodings.base import Stated
 from vllm_delta_snapshot.ordered import ordered_map, thread_pool
 from vllm_delta_snapshot.stage.merge import merge
 from vllm_delta_snapshot.types import Change, TensorDifference, TensorSpec
@@ -46,7 +44,6 @@ DENSITIES = [0.001, 0.01, 0.1]
 REPETITIONS = 3
 Specs = Mapping[str, TensorSpec]
 
-_COEFFICIENTS = Path(__file__).parent.parent / "vllm_delta_snapshot" / "coefficients.json"
 RL, SPARSE = (0.01, 0.02), (0.0, 0.005)
 """Densities of recorded steps that stand for reinforcement learning, and for a sparser one."""
 
@@ -80,10 +77,8 @@ def main() -> int:
 
 def _write_coefficients(rows: Sequence[dict[str, Any]]) -> None:
     """Tell the planner how many bytes a change takes at which density."""
-    fields = json.loads(_COEFFICIENTS.read_text()) if _COEFFICIENTS.exists() else {}
     table = sorted((row["density"], row["bytes"]["auto"]) for row in rows)
-    fields["bytes_per_change"] = [[round(density, 6), round(size, 4)] for density, size in table]
-    _COEFFICIENTS.write_text(json.dumps(fields, indent=1) + "\n")
+    update_coefficients(bytes_per_change=[[round(density, 6), round(size, 4)] for density, size in table])
 
 
 def changes(specs: Specs, before: Weights, after: Weights, policy: str) -> Iterator[Change]:
@@ -108,9 +103,7 @@ def encode(
 def apply(blocks: Sequence[EncodedBlock], weights: Weights) -> None:
     """Decode blocks and write them into weights."""
     for block in blocks:
-        stated = [Stated(member.change.spec, member.change.changed) for member in block.members]
-        bits = {key: (code, array.view(dtype_of(code).bits)) for key, (code, array) in block.parts.items()}
-        for change in encoding_of(block.encoding).decode(stated, bits):
+        for change in decode_parts(block.encoding, block.stated, block.parts):
             target = weights[change.spec.name]
             if isinstance(change, TensorDifference):
                 target[change.positions] += change.values
@@ -216,16 +209,9 @@ def _placed(
             spec, before[name], torch.from_numpy(after[name].view(np.int16)).view(torch.bfloat16).view(spec.shape)
         )
     )
-    found = []
-    place = 0
-    for piece, diff in ordered_map(lambda piece: (piece, diff_piece(piece, is_digested=is_digested)), work, pool):
-        if diff is not None:
-            found.append(diff)
-        if piece.is_last and found:
-            whole, found = join_pieces(found), []
-            chosen = choose(policy, whole.spec, whole.positions, whole.old, whole.new)
-            yield Placed(place, chosen.change, chosen.encoding)
-            place += 1
+    for place, diff in enumerate(diff_pieces(work, pool, is_digested=is_digested)):
+        chosen = choose(policy, diff.spec, diff.positions, diff.old, diff.new)
+        yield Placed(place, chosen.change, chosen.encoding)
 
 
 def _time_all(specs: Specs, before: Weights, after: Weights, row: dict[str, Any]) -> None:
@@ -283,17 +269,11 @@ def _ratio(
 def _peak_extra(work: Callable[[], object]) -> int:
     """Return by how many bytes the process grows at most while it works."""
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    before = _status_bytes("VmRSS")
+    before = reset_peak()
     result = work()
-    peak = _status_bytes("VmHWM") - before
+    most = peak() - before
     del result
-    return peak
-
-
-def _status_bytes(field: str) -> int:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
-    return int(line.split()[1]) * 1024
+    return most
 
 
 def _check(before: Weights, after: Weights, apply_to: Callable[[Weights], None], what: str) -> None:

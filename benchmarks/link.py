@@ -25,15 +25,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.apply import SHAPES
+from benchmarks.apply import llama_config
+from benchmarks.measure import spread, timed
 from benchmarks.peers import SkyRL
-from benchmarks.report import machine, progress, write_section
+from benchmarks.report import machine, progress, update_coefficients, write_section
 
 RATES = {"free": 0.0, "1gbit": 1e9 / 8, "100mbit": 1e8 / 8}
 """Bytes a second; 0 for a link that holds nothing up."""
 WAYS = ("auto", "raw", "xor_zstd", "full")
 DENSITY = 0.01
-_COEFFICIENTS = Path(__file__).parent.parent / "vllm_delta_snapshot" / "coefficients.json"
 REPETITIONS = {"auto": 5, "raw": 5, "xor_zstd": 3, "full": 1}
 
 
@@ -68,20 +68,17 @@ def _write_coefficients(ours: dict[str, Any]) -> dict[str, float]:
 
     measured = ours["coefficients"]
     changes = measured["changes"]
-    known = json.loads(_COEFFICIENTS.read_text()) if _COEFFICIENTS.exists() else {}
-    fields = {
-        "diff_s_per_element": measured["empty_publish_s"] / ours["elements"],
-        "encode_s_per_change": max(0.0, measured["publish_s"] - measured["empty_publish_s"]) / changes,
-        "publish_s": 0.0,  # within the two above
-        "decode_s_per_change": measured["decode_s"] / changes,
-        "map_s_per_change": measured["map_s"] / changes,
-        "prepare_s_per_change": measured["prepare_s"] / changes,
-        "pause_s_per_change": measured["pause_s"] / changes,
-        "pause_s": 0.0,
-        "bytes_per_change": known.get("bytes_per_change", [[DENSITY, measured["payload_bytes"] / changes]]),
-        "machine": machine(),
-    }
-    _COEFFICIENTS.write_text(json.dumps(fields, indent=1) + "\n")
+    update_coefficients(
+        diff_s_per_element=measured["empty_publish_s"] / ours["elements"],
+        encode_s_per_change=max(0.0, measured["publish_s"] - measured["empty_publish_s"]) / changes,
+        publish_s=0.0,  # within the two above
+        decode_s_per_change=measured["decode_s"] / changes,
+        map_s_per_change=measured["map_s"] / changes,
+        prepare_s_per_change=measured["prepare_s"] / changes,
+        pause_s_per_change=measured["pause_s"] / changes,
+        pause_s=0.0,
+        machine=machine(),
+    )
     planned = plan(Setup(ours["elements"], DENSITY, 0.1), measured_coefficients())
     # The store is a local folder here: nothing is fetched over the link.
     return {
@@ -117,9 +114,9 @@ def _measure(way: str) -> dict[str, Any]:
                     sizes.append(num_bytes)
                 if REPETITIONS[way] == 1:
                     break
-            seconds[rate] = [round(f(times), 3) for f in (statistics.median, min, max)]
+            seconds[rate] = spread(times)
             progress(f"{way} {rate}: {seconds[rate][0]} s")
-        bring.check()  # type: ignore[attr-defined]
+        bring.check()
         coefficients = bring.coefficients() if isinstance(bring, _Ours) and way == "auto" else None
     return {
         "coefficients": coefficients,
@@ -134,20 +131,9 @@ class _Trainer:
     """Weights in memory that change by one unit in the last place at random positions."""
 
     def __init__(self, base: Path) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaForCausalLM
 
-        hidden, inner, layers, vocabulary = SHAPES["0.5B"]
-        config = LlamaConfig(
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            vocab_size=vocabulary,
-            num_attention_heads=hidden // 64,
-            num_key_value_heads=hidden // 128,
-            head_dim=64,
-            max_position_embeddings=512,
-            tie_word_embeddings=False,
-        )
+        config = llama_config("0.5B")
         torch.set_default_dtype(torch.bfloat16)
         model = LlamaForCausalLM(config)
         torch.set_default_dtype(torch.float32)
@@ -182,13 +168,13 @@ class _Ours:
             trainer.weights, sync_dir=str(self._sync_dir), base=trainer.base, encoding=encoding
         )
         self._store = self._publisher._store
-        self._llm = _llm(trainer.base, folder)
+        self._llm = _llm(trainer.base)
         self._llm.init_weight_transfer_engine({"init_info": {"sync_dir": str(self._sync_dir)}})
 
     def __call__(self, rate: float) -> tuple[int, dict[str, float]]:
         from vllm_delta_snapshot.drive import sync_llm
 
-        self._publisher._store = _Shaped(self._store, rate)  # type: ignore[assignment]
+        self._publisher._store = _Shaped(self._store, rate)
         started = time.perf_counter()
         report = self._publisher.publish().report
         published = time.perf_counter()
@@ -213,7 +199,7 @@ class _Ours:
         from vllm_delta_snapshot.stage.decode import decode
         from vllm_delta_snapshot.stage.mapping import map_update, write_lanes
 
-        empty_s = _timed(self._publisher.publish)
+        empty_s = timed(self._publisher.publish)
         self._bring_there()
         self._trainer.step()
         started = time.perf_counter()
@@ -229,7 +215,7 @@ class _Ours:
         lanes_folder = self._sync_dir.with_name("lanes")
         lanes_folder.mkdir(exist_ok=True)
         places = _worker(self._llm).weight_transfer_engine._fitness.plan.places
-        map_s = _timed(lambda: write_lanes(lanes_folder, map_update(changes, places), {}))
+        map_s = timed(lambda: write_lanes(lanes_folder, map_update(changes, places), {}))
         self._llm.start_weight_update()
         while True:
             started = time.perf_counter()
@@ -239,7 +225,7 @@ class _Ours:
             except NotStaged:
                 time.sleep(0.05)
         prepare_s = time.perf_counter() - started
-        pause_s = _timed(lambda: self._update(report.version, "apply"))
+        pause_s = timed(lambda: self._update(report.version, "apply"))
         self._llm.finish_weight_update()
         return {
             "empty_publish_s": empty_s,
@@ -268,12 +254,6 @@ class _Ours:
         verify_llm(self._llm)
 
 
-def _timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
 class _Reloaded:
     """Bring a checkpoint folder up to date through the link, and have vLLM reload it."""
 
@@ -283,7 +263,7 @@ class _Reloaded:
         self._trainer, self._way = trainer, way
         self._file = trainer.base / "model.safetensors"
         self._payload = folder / "payload"
-        self._llm = _llm(trainer.base, folder)
+        self._llm = _llm(trainer.base)
         self._before = {name: _bits(tensor).copy() for name, tensor in load_file(self._file).items()}
         self._local = {name: bits.copy() for name, bits in self._before.items()}
 
@@ -346,7 +326,7 @@ def _write_shaped(path: Path, chunks: Iterable[memoryview], rate: float) -> int:
         return sum(file.write(piece) for piece in _paced(chunks, rate))
 
 
-def _llm(base: Path, folder: Path) -> Any:
+def _llm(base: Path) -> Any:
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 

@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.measure import spread, timed
 from benchmarks.report import machine, progress, write_section
 from trainer_hooks import DeltaPublisher
 from trainer_hooks.diff import diff_tensor
@@ -66,7 +66,7 @@ def _measure(weights: dict[str, torch.Tensor], base: Path, sync_dir: Path, densi
     for repetition in range(REPETITIONS):
         progress(f"density {density:g}: {repetition + 1}/{REPETITIONS}")
         _change(weights, density, repetition)
-        times["memcpy"].append(_time(lambda: [target[n].copy_(t) for n, t in weights.items()]))
+        times["memcpy"].append(timed(lambda: [target[n].copy_(t) for n, t in weights.items()]))
         started = time.perf_counter()
         patches = [diff_tensor(checkpoint.specs[n], baseline[n], tensor) for n, tensor in weights.items()]
         times["diff"].append(time.perf_counter() - started)
@@ -77,16 +77,14 @@ def _measure(weights: dict[str, torch.Tensor], base: Path, sync_dir: Path, densi
         report = publisher.publish().report
         times["publish"].append(time.perf_counter() - started)
         payload_bytes.append(report.payload_bytes / max(1, report.changed_elements))
-        times["save_file"].append(_time(lambda: _save_durably(weights, sync_dir / "full.safetensors")))
+        times["save_file"].append(timed(lambda: _save_durably(weights, sync_dir / "full.safetensors")))
     memcpy = statistics.median(times["memcpy"])
     return {
         "bytes_per_change": round(statistics.median(payload_bytes), 3),
         "diff_x_memcpy": round(statistics.median(times["diff"]) / memcpy, 2),
         "publish_x_memcpy": round(statistics.median(times["publish"]) / memcpy, 2),
         "publish_vs_save_file": round(statistics.median(times["publish"]) / statistics.median(times["save_file"]), 3),
-        "seconds": {
-            name: [round(f(values), 4) for f in (statistics.median, min, max)] for name, values in times.items()
-        },
+        "seconds": {name: spread(values) for name, values in times.items()},
     }
 
 
@@ -105,12 +103,6 @@ def _save_durably(weights: dict[str, torch.Tensor], path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-
-
-def _time(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def _write_report(result: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -13,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-__all__ = ["machine", "progress", "write_section"]
+__all__ = ["machine", "progress", "update_coefficients", "write_section"]
 
 _REPORT = Path(__file__).parent.parent / "docs" / "performance.md"
+_COEFFICIENTS = Path(__file__).parent.parent / "vllm_delta_snapshot" / "coefficients.json"
 _HEAD = (
     "# Performance\n\nWritten by `make bench`; do not edit. Read the ratios: seconds are those of one small machine.\n"
 )
@@ -45,3 +47,9 @@ def write_section(name: str, title: str, method: str, heads: Sequence[str], rows
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     text = pattern.sub(lambda _: section, text) if pattern.search(text) else f"{text.rstrip()}\n\n{section}\n"
     _REPORT.write_text(text)
+
+
+def update_coefficients(**fields: object) -> None:
+    """Replace some of what the planner multiplies with, and leave what other benchmarks measured."""
+    known = json.loads(_COEFFICIENTS.read_text())
+    _COEFFICIENTS.write_text(json.dumps(known | fields, indent=1) + "\n")

@@ -111,10 +111,8 @@ def diff_piece(piece: Piece, *, is_digested: bool = True) -> TensorDiff | None:
     found = [item for item in found if item[0].size]
     if not found:
         return None
-    positions, old, new = (
-        found[0] if len(found) == 1 else [np.concatenate(arrays) for arrays in zip(*found, strict=True)]
-    )
-    positions = positions.astype(position_dtype(spec.numel))
+    where, old, new = _joined(found)
+    positions = where.astype(position_dtype(spec.numel))
     positions += piece.start
     digests = [_digest(spec, positions, values) for values in (old, new)] if is_digested else [0, 0]
     return TensorDiff(spec, positions, old, new, *digests)
@@ -165,6 +163,8 @@ def _find(start: int, current: Bits, baseline: Bits) -> Found:
 
 
 def _joined(found: Sequence[Found]) -> Found:
+    if len(found) == 1:
+        return found[0]
     positions, old, new = zip(*found, strict=True)
     return np.concatenate(positions), np.concatenate(old), np.concatenate(new)
 

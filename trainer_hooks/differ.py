@@ -17,7 +17,7 @@ from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.ordered import ordered_map
 from vllm_delta_snapshot.types import TensorSpec
 
-__all__ = ["Differ", "Fingerprints", "check_names"]
+__all__ = ["Differ", "Fingerprints", "check_names", "diff_pieces"]
 
 Fingerprints = dict[tuple[str, ...], Hashable]
 """By the names of a source item, its fingerprint when it was last published."""
@@ -66,16 +66,11 @@ class Differ:
             SourceError: a tensor is missing, doubled, unknown or does not fit. What was yielded must not be published.
         """
         started = time.monotonic()
-        found: list[TensorDiff] = []
-        for piece, diff in ordered_map(lambda piece: (piece, diff_piece(piece)), self._pieces(), pool):
-            if diff is not None:
-                found.append(diff)
-            if piece.is_last and found:
-                self.changed_tensors += 1
-                whole, found = join_pieces(found), []
-                self.seconds += time.monotonic() - started
-                yield whole
-                started = time.monotonic()
+        for diff in diff_pieces(self._pieces(), pool):
+            self.changed_tensors += 1
+            self.seconds += time.monotonic() - started
+            yield diff
+            started = time.monotonic()
         self.seconds += time.monotonic() - started
 
     def _pieces(self) -> Iterator[Piece]:
@@ -96,6 +91,26 @@ class Differ:
         if spec is None:
             raise SourceError("tensor is not in the base checkpoint", tensor=name, found=tuple(tensor.shape))
         return pieces(spec, self._baseline.bits(name), tensor)
+
+
+def diff_pieces(
+    pieces: Iterable[Piece], pool: ThreadPoolExecutor | None, *, is_digested: bool = True
+) -> Iterator[TensorDiff]:
+    """Yield the tensors that differ, whole and in order.
+
+    Args:
+        pieces: those of every tensor, one after the other.
+        pool: threads to compare on; ``None`` for the caller's.
+        is_digested: see `diff_piece`.
+    """
+    found: list[TensorDiff] = []
+    compared = ordered_map(lambda piece: (piece, diff_piece(piece, is_digested=is_digested)), pieces, pool)
+    for piece, diff in compared:
+        if diff is not None:
+            found.append(diff)
+        if piece.is_last and found:
+            whole, found = join_pieces(found), []
+            yield whole
 
 
 def check_names(seen: Iterable[str], specs: Mapping[str, TensorSpec], base_model: str) -> None:

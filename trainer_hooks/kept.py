@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_delta_snapshot.dtypes import dtype_of
-from vllm_delta_snapshot.format.blocks import EncodedBlock
-from vllm_delta_snapshot.format.encodings import encoding_of
+from vllm_delta_snapshot.format.blocks import EncodedBlock, decode_parts
 from vllm_delta_snapshot.format.encodings.base import Parts, Stated
 from vllm_delta_snapshot.types import Change
 
@@ -41,13 +39,10 @@ class KeptChanges:
             self._room -= size
             self._changes += changes
         else:
-            stated = [Stated(change.spec, change.changed) for change in changes]
-            self._encoded.append((block.encoding, stated, block.parts))
+            self._encoded.append((block.encoding, block.stated, block.parts))
 
     def changes(self) -> Iterator[Change]:
         """Yield every change that was kept, a block at a time in memory."""
         yield from self._changes
         for encoding, stated, parts in self._encoded:
-            # As bits, as a decoder is given them from a file.
-            bits = {key: (code, array.view(dtype_of(code).bits)) for key, (code, array) in parts.items()}
-            yield from encoding_of(encoding).decode(stated, bits)
+            yield from decode_parts(encoding, stated, parts)

@@ -18,14 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_delta_snapshot.dtypes import Bits
+from vllm_delta_snapshot.format.digest import GOLDEN, MIX_1, MIX_2, VALUE
 from vllm_delta_snapshot.types import TensorSpec, position_dtype
 
 __all__ = ["Kernel", "load_kernel"]
 
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-_VALUE: Final = np.uint64(0xD6E8FEB86659FD93)
-_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2: Final = np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 _LOADING: Final = threading.Lock()
 
@@ -105,9 +102,9 @@ def _find(current: Any, baseline: Any, positions: Any, old: Any, new: Any) -> in
 def _digest(key: Any, positions: Any, values: Any) -> Any:
     total = np.uint64(0)
     for at in range(positions.size):
-        term = np.uint64(positions[at]) * _GOLDEN + key
-        term ^= np.uint64(values[at]) * _VALUE
-        term = (term ^ (term >> _S30)) * _MIX_1
-        term = (term ^ (term >> _S27)) * _MIX_2
+        term = np.uint64(positions[at]) * GOLDEN + key
+        term ^= np.uint64(values[at]) * VALUE
+        term = (term ^ (term >> _S30)) * MIX_1
+        term = (term ^ (term >> _S27)) * MIX_2
         total += term ^ (term >> _S31)
     return total

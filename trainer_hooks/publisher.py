@@ -21,7 +21,7 @@ from trainer_hooks.differ import Differ, Fingerprints, check_names
 from trainer_hooks.kept import KeptChanges
 from trainer_hooks.kernel import load_kernel
 from trainer_hooks.publish import commit, is_committed, write_publication
-from trainer_hooks.resume import open_run, policy_of
+from trainer_hooks.resume import PublishedState, open_run, policy_of
 from trainer_hooks.source import source_of
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.delta_folder import DigestedChange, Lineage, WriterNotes
@@ -133,6 +133,8 @@ class DeltaPublisher:
         1
     """
 
+    _attempt: _Attempt | None
+
     def __init__(
         self,
         model_or_source: object,
@@ -159,12 +161,7 @@ class DeltaPublisher:
         self._encoding = encoding or policy_of(state.run.encodings)
         self._threads = threads or min(8, len(os.sched_getaffinity(0)))
         self._run_id = state.run.run_id
-        self._version = state.version
-        self._state_digest = state.state_digest
-        self._baseline = state.baseline
-        self._fingerprints: Fingerprints = {}
-        self._attempt: _Attempt | None = None
-        self._is_moving = False
+        self._start_from(state)
         if (kernel := load_kernel()) is not None:
             kernel.warm_up(self._specs.values())
         logger.info(
@@ -240,13 +237,20 @@ class DeltaPublisher:
         _log(report)
         return Publication(report)
 
+    def _start_from(self, state: PublishedState) -> None:
+        """Take over what the run's newest version is."""
+        self._version = state.version
+        self._state_digest = state.state_digest
+        self._baseline = state.baseline
+        self._fingerprints: Fingerprints = {}
+        self._attempt = None
+        self._is_moving = False
+
     def _settle(self) -> None:
         """Find out what became of an earlier commit whose answer never came: it is adopted, or it never was."""
         if self._is_moving:
             logger.warning("a publication was interrupted after its commit; reading the run again")
-            state = open_run(RunFolder(self._store), Checkpoint(self._base_model), self._encoding)
-            self._version, self._state_digest, self._baseline = state.version, state.state_digest, state.baseline
-            self._fingerprints, self._attempt, self._is_moving = {}, None, False
+            self._start_from(open_run(RunFolder(self._store), Checkpoint(self._base_model), self._encoding))
         attempt = self._attempt
         if attempt is None:
             return

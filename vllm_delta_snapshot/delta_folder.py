@@ -78,6 +78,11 @@ class DigestedChange:
     encoding: str | None = None
 
     @property
+    def move(self) -> int:
+        """By how much the digest of the tensor moves; may be negative."""
+        return self.new_digest - (self.old_digest or 0)
+
+    @property
     def encoding_name(self) -> str:
         """The encoding to write it in."""
         return self.encoding or ("raw_difference" if isinstance(self.change, TensorDifference) else "raw")

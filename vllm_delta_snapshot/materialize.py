@@ -9,18 +9,17 @@ recomputed from its bytes and is the one that the trainer published.
 from __future__ import annotations
 
 import json
-import shutil
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_delta_snapshot.chain import ChainPlan
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.errors import BaseMismatch, DeltaSnapshotError, StageError, VerifyError
+from vllm_delta_snapshot.errors import VerifyError
+from vllm_delta_snapshot.new_folder import new_folder
 from vllm_delta_snapshot.patch_files import copy_checkpoint, write_patches
 from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.replay import opened_version, plan_from_base
+from vllm_delta_snapshot.stage.replay import check_base, opened_version, plan_from_base
 from vllm_delta_snapshot.stage.resolve import resolve_all
 
 __all__ = ["PROVENANCE_NAME", "MaterializeReport", "materialize"]
@@ -67,33 +66,14 @@ def materialize(
         StageError: `out` is in use or cannot be written.
     """
     run = folder.read_run()
-    base.check_fits(dict(run.specs()), what=f"run {run.run_id}")
-    if base.state_digest != run.base.state_digest:
-        raise BaseMismatch(
-            "this is not the base checkpoint of the run",
-            file=str(base.folder),
-            expected=f"state digest {run.base.state_digest} ({run.base.name})",
-            found=f"state digest {base.state_digest}",
-        )
+    check_base(run, base)
     plan = plan_from_base(folder, version)
-    out = out.resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise StageError("the output is not an empty folder", file=str(out), hint="Give a new folder.")
-    work = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
-    try:
+    out = out.resolve()  # now: it may be the current folder, which is replaced
+    with new_folder(out) as work:
         changed = _build(folder, base, plan, work, progress)
         _check(work, plan)
         provenance = {"run_id": run.run_id, "version": version, "state_digest": plan.state_digest}
         (work / PROVENANCE_NAME).write_text(json.dumps(provenance, indent=1) + "\n")
-        if out.exists():
-            out.rmdir()
-        work.rename(out)
-    except DeltaSnapshotError:
-        raise
-    except OSError as error:
-        raise StageError("cannot write the output", file=str(out), found=error) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return MaterializeReport(str(out), run.run_id, version, plan.state_digest, changed)
 
 

@@ -95,6 +95,11 @@ class TensorDifference:
         """Number of changed elements."""
         return int(self.positions.size)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some values are absolute."""
+        return self.absolute is not None
+
     def resolve(self, old: Bits) -> TensorPatch:
         """Return the patch that this is for given old values.
 

@@ -46,9 +46,9 @@ from vllm_delta_snapshot.neighbours.chain import (
     list_skyrl_folders,
 )
 from vllm_delta_snapshot.neighbours.materialize import ForeignMaterializeReport, materialize_chain
-from vllm_delta_snapshot.neighbours.new_folder import new_folder
 from vllm_delta_snapshot.neighbours.replay import Overlay, merge_chain, read_patches
 from vllm_delta_snapshot.neighbours.verify import ForeignVerification, verify_chain
+from vllm_delta_snapshot.new_folder import new_folder
 from vllm_delta_snapshot.types import TensorPatch
 
 VERSIONS = 5

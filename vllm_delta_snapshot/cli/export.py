@@ -8,15 +8,8 @@ from pathlib import Path
 
 import typer
 
-from vllm_delta_snapshot.cli.output import (
-    human_bytes,
-    open_run,
-    print_json,
-    progress_bar,
-    reported,
-    split_target,
-)
-from vllm_delta_snapshot.cli.targets import base_of_chain, base_of_run, find_foreign
+from vllm_delta_snapshot.cli.output import human_bytes, print_json, progress_bar, reported
+from vllm_delta_snapshot.cli.targets import base_of_chain, base_of_run, find_foreign, open_run_at
 from vllm_delta_snapshot.neighbours.chain import FolderKind, ForeignChain
 from vllm_delta_snapshot.neighbours.export import ExportReport, export_chain, export_run
 
@@ -32,10 +25,7 @@ def run(target: str, out: Path, format_name: str, after: int | None, base: Path 
         if chain is not None:
             report = _export_chain(chain, out, after, base, command=command, as_json=as_json)
         else:
-            sync_dir, version = split_target(target)
-            folder = open_run(sync_dir)
-            if version is None:
-                version = max(folder.versions(), default=0)
+            folder, version = open_run_at(target)
             report = export_run(
                 folder,
                 out,

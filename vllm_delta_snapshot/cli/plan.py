@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import typer
 
-from vllm_delta_snapshot.cli.output import print_json, reported
+from vllm_delta_snapshot.cli.output import human_bytes, print_json, reported
 from vllm_delta_snapshot.planner import Plan, Setup, measured_coefficients, plan
 
 __all__ = ["run"]
@@ -40,7 +40,7 @@ def run(setup: Setup, *, as_json: bool) -> None:
 
 def _lines(planned: Plan) -> list[str]:
     smaller = planned.checkpoint_bytes / planned.payload_bytes
-    payload, checkpoint = _size(planned.payload_bytes), _size(planned.checkpoint_bytes)
+    payload, checkpoint = human_bytes(planned.payload_bytes), human_bytes(planned.checkpoint_bytes)
     lines = [f"{'payload':<10}  {payload:>9}  of {checkpoint} (1/{smaller:.0f})"]
     for stage, seconds in planned.seconds.items():
         mark = "  <- bottleneck" if stage == planned.bottleneck else ""
@@ -48,14 +48,6 @@ def _lines(planned: Plan) -> list[str]:
     lines.append(f"{'in all':<10}  {_time(planned.total_s):>9}  from the step's end to served weights")
     lines.append(f"{'instead of':<10}  {_time(planned.checkpoint_s):>9}  for full checkpoints on the same links alone")
     return lines
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.4g} TB"
 
 
 def _time(seconds: float) -> str:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.cli.output import EXIT_USAGE, reported, split_target
+from vllm_delta_snapshot.cli.output import EXIT_USAGE, open_run, reported, split_target
 from vllm_delta_snapshot.errors import ObjectNotFound
 from vllm_delta_snapshot.neighbours.chain import FolderKind, ForeignChain, find_chain, kind_of
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 from vllm_delta_snapshot.store.posix import PosixStore
 
-__all__ = ["base_of_chain", "base_of_run", "find_foreign", "split_folder"]
+__all__ = ["base_of_chain", "base_of_run", "find_foreign", "open_run_at", "split_folder"]
 
 
 def split_folder(target: str) -> tuple[Path, int | None]:
@@ -28,6 +28,17 @@ def split_folder(target: str) -> tuple[Path, int | None]:
         return whole, None
     name, version = split_target(target)
     return _folder(name), version
+
+
+def open_run_at(target: str) -> tuple[RunFolder, int]:
+    """Open the run that a target names; return it with the version after ``@``, by default its newest.
+
+    Raises:
+        DeltaSnapshotError: there is none, or it cannot be read.
+    """
+    sync_dir, version = split_target(target)
+    folder = open_run(sync_dir)
+    return folder, max(folder.versions(), default=0) if version is None else version
 
 
 def find_foreign(targets: Sequence[str]) -> ForeignChain | None:

@@ -7,15 +7,25 @@ delta is encoded, and decoded, piece by piece and on many threads. A block that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from vllm_delta_snapshot.dtypes import dtype_of
 from vllm_delta_snapshot.format.encodings import encoding_of
-from vllm_delta_snapshot.format.encodings.base import Parts
+from vllm_delta_snapshot.format.encodings.base import Parts, Stated
 from vllm_delta_snapshot.types import Change, TensorDifference, position_dtype
 
-__all__ = ["BLOCK_CHANGES", "Block", "EncodedBlock", "FiledBlock", "Placed", "encode_block", "group_blocks"]
+__all__ = [
+    "BLOCK_CHANGES",
+    "Block",
+    "EncodedBlock",
+    "FiledBlock",
+    "Placed",
+    "decode_parts",
+    "encode_block",
+    "group_blocks",
+]
 
 BLOCK_CHANGES: Final = 1 << 17
 """A block is closed when it has this many changes. At 131,072, frames cost 0.1 % against one stream for all."""
@@ -70,6 +80,11 @@ class EncodedBlock:
         return tuple((member.place, member.change.spec.name) for member in self.members)
 
     @property
+    def stated(self) -> list[Stated]:
+        """What metadata says of its changes."""
+        return [Stated(member.change.spec, member.change.changed) for member in self.members]
+
+    @property
     def filed(self) -> FiledBlock:
         """What a file needs of it: compact parts do not keep the changes in memory."""
         return FiledBlock(self.place, self.names, self.parts)
@@ -116,6 +131,19 @@ def encode_block(block: Block) -> list[EncodedBlock]:
     if not encoding_of(block.encoding).is_joint or encoded.num_bytes <= raw_bytes:
         return [encoded]
     return [_encode(_raw_of(member.change), (member,)) for member in block.members]
+
+
+def decode_parts(encoding: str, stated: Sequence[Stated], parts: Parts) -> list[Change]:
+    """Decode what `encode_block` made, without a file in between.
+
+    Args:
+        encoding: the block's.
+        stated: its tensors, and how many of their elements change.
+        parts: its arrays.
+    """
+    # As bits, as a decoder is given them from a file.
+    bits = {key: (code, array.view(dtype_of(code).bits)) for key, (code, array) in parts.items()}
+    return encoding_of(encoding).decode(stated, bits)
 
 
 def _encode(encoding: str, members: tuple[Placed, ...]) -> EncodedBlock:

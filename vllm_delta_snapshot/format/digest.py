@@ -41,10 +41,10 @@ STATE_DIGEST_ALGORITHM: Final = "summix64"
 """Name of the algorithm in run.json; a change of any constant below needs a new name."""
 
 _MASK: Final = (1 << 64) - 1
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-_VALUE: Final = np.uint64(0xD6E8FEB86659FD93)
-_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2: Final = np.uint64(0x94D049BB133111EB)
+GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+VALUE: Final = np.uint64(0xD6E8FEB86659FD93)
+MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2: Final = np.uint64(0x94D049BB133111EB)
 _CHUNK: Final = 1 << 16  # 2 buffers of 512 KiB stay in the second-level cache
 
 
@@ -83,7 +83,7 @@ def term_seeds(spec: TensorSpec, positions: Positions) -> NDArray[np.uint64]:
         positions: flat positions, shape ``(k,)``.
     """
     seeds = positions.astype(np.uint64)
-    seeds *= _GOLDEN
+    seeds *= GOLDEN
     seeds += np.uint64(tensor_key(spec))
     return seeds
 
@@ -101,7 +101,7 @@ def seeded_digests(seeds: NDArray[np.uint64], bits: Bits, starts: NDArray[np.int
     for start in range(0, bits.size, _CHUNK):
         n = min(_CHUNK, bits.size - start)
         terms = a[:n]
-        np.multiply(bits[start : start + n], _VALUE, out=terms, dtype=np.uint64)
+        np.multiply(bits[start : start + n], VALUE, out=terms, dtype=np.uint64)
         terms ^= seeds[start : start + n]
         _finalize(terms, b[:n])
         first = int(np.searchsorted(starts, start, side="right")) - 1
@@ -145,17 +145,17 @@ def _sum_terms(key: int, positions: Positions | None, bits: Bits) -> int:
     total = 0
     size = min(bits.size, _CHUNK)
     x, y = np.empty(size, np.uint64), np.empty(size, np.uint64)
-    ramp = np.arange(size, dtype=np.uint64) * _GOLDEN
+    ramp = np.arange(size, dtype=np.uint64) * GOLDEN
     for start in range(0, bits.size, _CHUNK):
         n = min(_CHUNK, bits.size - start)
         a, b = x[:n], y[:n]
         if positions is None:
-            np.add(ramp[:n], np.uint64((key + start * int(_GOLDEN)) & _MASK), out=a)
+            np.add(ramp[:n], np.uint64((key + start * int(GOLDEN)) & _MASK), out=a)
         else:
             a[...] = positions[start : start + n]
-            a *= _GOLDEN
+            a *= GOLDEN
             a += np.uint64(key)
-        np.multiply(bits[start : start + n], _VALUE, out=b, dtype=np.uint64)
+        np.multiply(bits[start : start + n], VALUE, out=b, dtype=np.uint64)
         a ^= b
         _finalize(a, b)
         total += int(a.sum(dtype=np.uint64))
@@ -163,7 +163,7 @@ def _sum_terms(key: int, positions: Positions | None, bits: Bits) -> int:
 
 
 def _finalize(a: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
         np.right_shift(a, np.uint64(shift), out=scratch)
         a ^= scratch
         a *= factor

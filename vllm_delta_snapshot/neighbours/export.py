@@ -14,18 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.errors import BaseMismatch, OutOfOrder
+from vllm_delta_snapshot.errors import OutOfOrder
 from vllm_delta_snapshot.format import layout
-from vllm_delta_snapshot.format.metadata import TensorEntry
 from vllm_delta_snapshot.format.openrl_write import PlannedOpenRLDelta, plan_openrl_delta
 from vllm_delta_snapshot.format.version import VersionRecord
 from vllm_delta_snapshot.neighbours.chain import ForeignChain
-from vllm_delta_snapshot.neighbours.new_folder import new_folder
 from vllm_delta_snapshot.neighbours.replay import Overlay, merge_chain
+from vllm_delta_snapshot.new_folder import new_folder
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.merge import merge
-from vllm_delta_snapshot.stage.replay import opened_version, plan_from_base
-from vllm_delta_snapshot.stage.resolve import resolve
+from vllm_delta_snapshot.stage.replay import check_base, opened_version, plan_from_base
+from vllm_delta_snapshot.stage.resolve import resolve_entry
 from vllm_delta_snapshot.types import Change, TensorDifference, TensorPatch
 
 __all__ = ["ExportReport", "export_chain", "export_run"]
@@ -131,32 +130,17 @@ def _rebuild(
     progress: Progress | None,
 ) -> Overlay:
     """Return the state after all steps, of these tensors."""
-    base, run = find_base(), folder.read_run()
-    base.check_fits(dict(run.specs()), what=f"run {run.run_id}")
-    if base.state_digest != run.base.state_digest:
-        raise BaseMismatch(
-            "this is not the base checkpoint of the run",
-            file=str(base.folder),
-            expected=f"state digest {run.base.state_digest} ({run.base.name})",
-            found=f"state digest {base.state_digest}",
-        )
+    base = find_base()
+    check_base(folder.read_run(), base)
     state = Overlay(base)
     for done, step in enumerate(steps, start=1):
         with opened_version(folder, step, base.specs) as (metadata, changes):
             for entry, change in zip(metadata.tensors, changes, strict=True):
                 if entry.name in names:
-                    state.write(_resolved(entry, change, state))
+                    state.write(resolve_entry(entry, change, state.bits))
         if progress:
             progress(done, len(steps))
     return state
-
-
-def _resolved(entry: TensorEntry, change: Change, state: Overlay) -> TensorPatch:
-    if isinstance(change, TensorPatch):
-        return change
-    old_digest = None if entry.old_digest is None else int(entry.old_digest, 16)
-    old = state.bits(entry.name)[change.positions]
-    return resolve(change, old, old_digest=old_digest, move=entry.moves_digest)
 
 
 def _absolute(change: Change, state: Overlay | None) -> TensorPatch:

@@ -17,8 +17,8 @@ from vllm_delta_snapshot.errors import VerifyError
 from vllm_delta_snapshot.format.digest import add_digests, format_digest, patch_digest
 from vllm_delta_snapshot.materialize import PROVENANCE_NAME
 from vllm_delta_snapshot.neighbours.chain import ForeignChain
-from vllm_delta_snapshot.neighbours.new_folder import new_folder
 from vllm_delta_snapshot.neighbours.replay import read_patches
+from vllm_delta_snapshot.new_folder import new_folder
 from vllm_delta_snapshot.patch_files import copy_checkpoint, write_patches
 from vllm_delta_snapshot.types import TensorPatch
 

@@ -59,7 +59,7 @@ def assemble_back(
     earlier: Mapping[str, Change] | None = None
     for change in merge(after):
         move = moves[change.spec.name]
-        if isinstance(change, TensorDifference) and change.absolute is None:
+        if isinstance(change, TensorDifference) and not change.is_mixed:
             if change.changed or move:
                 back = TensorDifference(change.spec, change.positions, -change.values)
                 yield DigestedChange(back, None, add_digests(-move))
@@ -89,11 +89,10 @@ def assemble_absolute(
             continue
         if earlier is None:
             earlier = {known.spec.name: known for known in merge(before())}
-        move = item.new_digest - (item.old_digest or 0)
-        made = _absolute(item.change, move, earlier.get(item.change.spec.name), start_bits)
-        if item.change.absolute is None:
+        made = _absolute(item.change, item.move, earlier.get(item.change.spec.name), start_bits)
+        if not item.change.is_mixed:
             old = made.change.values - item.change.values
-            resolve(item.change, old, old_digest=item.old_digest, move=move)
+            resolve(item.change, old, old_digest=item.old_digest, move=item.move)
         yield made
 
 

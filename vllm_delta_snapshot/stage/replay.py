@@ -13,14 +13,34 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from vllm_delta_snapshot.chain import ChainPlan, plan_chain
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.errors import BaseMismatch
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
+from vllm_delta_snapshot.format.run import RunInfo
 from vllm_delta_snapshot.format.version import VersionRecord
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.decode import decode
 from vllm_delta_snapshot.stage.fetch import fetch
 from vllm_delta_snapshot.types import Change, TensorSpec
 
-__all__ = ["opened_version", "plan_from_base"]
+__all__ = ["check_base", "opened_version", "plan_from_base"]
+
+
+def check_base(run: RunInfo, base: Checkpoint) -> None:
+    """Check that a checkpoint is the one that a run starts from. The first time reads every byte of it.
+
+    Raises:
+        SourceError: its tensors are others.
+        BaseMismatch: its weights are others.
+    """
+    base.check_fits(dict(run.specs()), what=f"run {run.run_id}")
+    if base.state_digest != run.base.state_digest:
+        raise BaseMismatch(
+            "this is not the base checkpoint of the run",
+            file=str(base.folder),
+            expected=f"state digest {run.base.state_digest} ({run.base.name})",
+            found=f"state digest {base.state_digest}",
+        )
 
 
 def plan_from_base(folder: RunFolder, version: int) -> ChainPlan:

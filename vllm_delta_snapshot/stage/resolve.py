@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.errors import BaseMismatch
 from vllm_delta_snapshot.format.digest import add_digests, format_digest, patch_digest
-from vllm_delta_snapshot.format.metadata import DeltaMetadata
+from vllm_delta_snapshot.format.metadata import DeltaMetadata, TensorEntry
 from vllm_delta_snapshot.types import Change, TensorDifference, TensorPatch
 
-__all__ = ["resolve", "resolve_all"]
+__all__ = ["resolve", "resolve_all", "resolve_entry"]
 
 _HINT = "The weights that it is applied to were changed by something else; start again from the base."
 
@@ -54,6 +54,23 @@ def resolve(change: TensorDifference, old: Bits, *, old_digest: int | None, move
     return patch
 
 
+def resolve_entry(entry: TensorEntry, change: Change, bits: Callable[[str], Bits]) -> TensorPatch:
+    """Resolve one change of a delta; a patch is returned as it is.
+
+    Args:
+        entry: what metadata says of it.
+        change: the change.
+        bits: returns all elements of a tensor before, by name; asked for a difference only.
+
+    Raises:
+        BaseMismatch: see `resolve`.
+    """
+    if isinstance(change, TensorPatch):
+        return change
+    old_digest = None if entry.old_digest is None else int(entry.old_digest, 16)
+    return resolve(change, bits(change.spec.name)[change.positions], old_digest=old_digest, move=entry.moves_digest)
+
+
 def resolve_all(
     metadata: DeltaMetadata, changes: Sequence[Change], bits: Callable[[str], Bits]
 ) -> Iterator[TensorPatch]:
@@ -68,9 +85,4 @@ def resolve_all(
         BaseMismatch: see `resolve`.
     """
     for entry, change in zip(metadata.tensors, changes, strict=True):
-        if isinstance(change, TensorDifference):
-            old = bits(change.spec.name)[change.positions]
-            old_digest = None if entry.old_digest is None else int(entry.old_digest, 16)
-            yield resolve(change, old, old_digest=old_digest, move=entry.moves_digest)
-        else:
-            yield change
+        yield resolve_entry(entry, change, bits)

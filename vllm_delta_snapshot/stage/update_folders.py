@@ -67,6 +67,7 @@ class UpdateFolders:
         self._start = start
         self._mirror = mirror
         self._as_fetched: set[tuple[int, int]] = set()
+        self._absolute: set[tuple[int, int]] = set()
 
     def stage(self, base: int, version: int) -> None:
         """Have the update from `base` to `version` staged. Blocks; no work if it is.
@@ -78,9 +79,10 @@ class UpdateFolders:
         folder = self._area.staged_folder(base, version)
         is_absolute = self._area.read_mirror_target() is not None
         if folder.exists():
-            if not is_absolute or _is_absolute(_metadata(folder)):
+            if not is_absolute or self._is_known_absolute(base, version):
                 return
             self._clear(base, version)
+        self._absolute.discard((base, version))  # what is staged from here on may be another form of it
         started = time.monotonic()
         with appearing(folder) as work:
             if version == base + 1:
@@ -116,6 +118,12 @@ class UpdateFolders:
         if len(patches) < len(changes):
             raise StageError("an update holds differences where a mirror is kept", hint="Ask again.")
         return metadata, patches
+
+    def _is_known_absolute(self, base: int, version: int) -> bool:
+        """Say whether a staged update holds absolute values only. Its metadata is read once: the stager asks often."""
+        if (base, version) not in self._absolute and _is_absolute(_metadata(self._area.staged_folder(base, version))):
+            self._absolute.add((base, version))
+        return (base, version) in self._absolute
 
     def _has_differences(self, version: int) -> bool:
         return any(isinstance(change, TensorDifference) for change in self._fetched.changes(version))
@@ -204,7 +212,7 @@ def appearing(final: Path) -> Iterator[Path]:
 
 def _is_mixed(change: Change) -> bool:
     """Say whether only some values are differences: against the values after, they cannot be proven."""
-    return isinstance(change, TensorDifference) and change.absolute is not None
+    return isinstance(change, TensorDifference) and change.is_mixed
 
 
 def _resolved(item: DigestedChange, bits: Bits) -> DigestedChange:
@@ -212,10 +220,11 @@ def _resolved(item: DigestedChange, bits: Bits) -> DigestedChange:
     if isinstance(change, TensorPatch):
         return item
     old = bits[change.positions]
-    move = add_digests(item.new_digest, -(item.old_digest or 0))
-    patch = resolve(change, old, old_digest=item.old_digest, move=move)
-    before = patch_digest(change.spec, change.positions, old)
-    return DigestedChange(patch, before, add_digests(before, move))
+    patch = resolve(change, old, old_digest=item.old_digest, move=item.move)
+    before = item.old_digest  # proven, if it was known
+    if before is None:
+        before = patch_digest(change.spec, change.positions, old)
+    return DigestedChange(patch, before, add_digests(before, item.move))
 
 
 def _metadata(folder: Path) -> DeltaMetadata:

@@ -50,7 +50,7 @@ class Compact:
             ValueError: a change is of the other kind, or of both. A bug of the caller.
         """
         for change in changes:
-            is_mixed = isinstance(change, TensorDifference) and change.absolute is not None
+            is_mixed = isinstance(change, TensorDifference) and change.is_mixed
             if is_mixed or isinstance(change, TensorDifference) != self.is_difference:
                 raise ValueError(f"{self.name} cannot write such a change of {change.spec.name}")
         starts = _starts([change.spec.numel for change in changes])
