@@ -80,6 +80,15 @@ def test_each_version_in_each_encoding_is_exported_exactly(pristine: FloatRun, t
     )
 
 
+def test_output_that_is_the_current_empty_folder_is_used(
+    pristine: FloatRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    assert export(pristine, Path(), 0, 1).folder == str(tmp_path / "out")
+    assert_leads(tmp_path / "out", pristine.history[0], pristine.history[1])
+
+
 @pytest.mark.parametrize(("after", "version"), [(0, 6), (0, 2), (1, 4), (2, 6), (3, 5)])
 def test_several_versions_are_exported_as_one(pristine: FloatRun, tmp_path: Path, after: int, version: int):
     export(pristine, tmp_path / "out", after, version)

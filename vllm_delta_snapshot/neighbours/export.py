@@ -151,11 +151,12 @@ def _absolute(change: Change, state: Overlay | None) -> TensorPatch:
 
 
 def _write(planned: PlannedOpenRLDelta, out: Path, after: int, version: int) -> ExportReport:
+    out = out.resolve()  # now: it may be the current folder, which is replaced
     with new_folder(out) as work:
         _write_file(work / planned.payload.name, planned.payload.chunks())
         _write_file(work / layout.METADATA_NAME, [memoryview(planned.metadata.to_json())])
     return ExportReport(
-        folder=str(out.resolve()),
+        folder=str(out),
         base_version=after,
         version=version,
         changed_tensors=len(planned.metadata.layer_names),
