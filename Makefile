@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm lint typecheck format bench bench-publish bench-encodings bench-apply bench-link bench-gpu-apply clean
+.PHONY: help setup demo test test-fast test-vllm lint typecheck format bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-gpu-apply clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -46,7 +46,7 @@ format: $(STAMPS)/base  ## ruff: rewrite
 typecheck: $(STAMPS)/base  ## mypy, strict
 	$(BIN)/mypy
 
-bench: bench-publish bench-encodings bench-apply bench-link  ## Measure, side by side, and write docs/performance.md
+bench: bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link  ## Measure, side by side, and write docs/performance.md
 
 bench-publish: $(STAMPS)/engine  ## What publishing costs the trainer
 	$(BIN)/python -m benchmarks.publish
@@ -54,8 +54,14 @@ bench-publish: $(STAMPS)/engine  ## What publishing costs the trainer
 bench-encodings: $(STAMPS)/demo  ## Bytes and speed of the encodings on recorded training steps, beside what others send
 	$(BIN)/python -m benchmarks.encodings
 
+bench-scale: $(STAMPS)/engine  ## How the cost of a publication grows with the model and with the density
+	$(BIN)/python -m benchmarks.scale
+
 bench-apply: $(STAMPS)/engine  ## What applying costs inside the pause, against vLLM's own loader
 	$(BIN)/python -m benchmarks.apply
+
+bench-staging: $(STAMPS)/engine  ## Token rate of a real server while a large update is staged, beside other places to stage
+	$(BIN)/python -m benchmarks.staging
 
 bench-link: $(STAMPS)/engine  ## From a step in the trainer to the weights in a live engine, over slow links, beside other ways
 	$(BIN)/python -m benchmarks.link

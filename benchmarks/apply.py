@@ -42,9 +42,10 @@ DENSITIES = {"0p1pct": 0.001, "1pct": 0.01, "5pct": 0.05, "20pct": 0.2}
 REPETITIONS = {"0p1pct": 9, "1pct": 7, "5pct": 5, "20pct": 3}
 WAYS = ("loader", "commit", "prepare", "bare")
 CHANGES = 1_000_000
-SHAPES = {  # hidden, inner, layers, vocabulary: about 0.1, 0.46 and 2 billion parameters
+SHAPES = {  # hidden, inner, layers, vocabulary: about 0.1, 0.46, 0.59 and 2 billion parameters
     "0.1B": (768, 2048, 8, 32000),
     "0.5B": (1280, 3456, 22, 32000),
+    "0.6B": (1536, 4096, 20, 32000),
     "2B": (2560, 6912, 24, 32000),
 }
 

@@ -9,40 +9,34 @@ repetition. Progress goes to stderr, the result to stdout as one JSON object, an
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.measure import peak, reset_peak
+from benchmarks.codec import Specs, apply, changes, copier, encode, kernel_set, peak_extra, ratio, two_processes
 from benchmarks.peers import PEERS, Payload
 from benchmarks.recorded import Weights, moved_to_density, record
 from benchmarks.report import machine, progress, update_coefficients, write_section
 from examples.grpo_arithmetic.model import prepare_base
 from examples.grpo_arithmetic.settings import read_settings
-from trainer_hooks.diff import pieces
-from trainer_hooks.differ import diff_pieces
-from trainer_hooks.kernel import _load_kernel, load_kernel
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.format.blocks import EncodedBlock, Placed, decode_parts, encode_block, group_blocks
-from vllm_delta_snapshot.format.choose import choose
-from vllm_delta_snapshot.ordered import ordered_map, thread_pool
+from vllm_delta_snapshot.format.blocks import Placed, encode_block, group_blocks
+from vllm_delta_snapshot.ordered import thread_pool
 from vllm_delta_snapshot.stage.merge import merge
-from vllm_delta_snapshot.types import Change, TensorDifference, TensorSpec
+from vllm_delta_snapshot.types import Change, TensorDifference
 
-LEARNING_RATES = {1e-6: 1, 1e-5: 6}
-"""By learning rate, how many steps are recorded."""
-DENSITIES = [0.001, 0.01, 0.1]
-REPETITIONS = 3
-Specs = Mapping[str, TensorSpec]
+LEARNING_RATES = {1e-6: 2, 1e-5: 3, 3e-6: 20}
+"""By learning rate, how many steps are recorded; of the last one the whole chain is merged."""
+TIMED = (0, 2)
+"""Which of the recorded steps are timed: the first one changes more than those that follow."""
+DENSITIES = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3]
+REPETITIONS = 5
 
 RL, SPARSE = (0.01, 0.02), (0.0, 0.005)
 """Densities of recorded steps that stand for reinforcement learning, and for a sparser one."""
@@ -58,7 +52,7 @@ def main() -> int:
         chain = []
         for number, (before, after) in enumerate(record(base, learning_rate, steps)):
             is_measured = number < 3
-            row = measure(specs, before, after, is_timed=number == 0) if is_measured else {}
+            row = measure(specs, before, after, is_timed=number in TIMED) if is_measured else {}
             if is_measured:
                 recorded.append({"learning_rate": learning_rate} | row)
             chain.append(list(changes(specs, before, after, "auto")))
@@ -81,41 +75,12 @@ def _write_coefficients(rows: Sequence[dict[str, Any]]) -> None:
     update_coefficients(bytes_per_change=[[round(density, 6), round(size, 4)] for density, size in table])
 
 
-def changes(specs: Specs, before: Weights, after: Weights, policy: str) -> Iterator[Change]:
-    """Diff two states, and yield what changed in the form that the policy chooses."""
-    yield from (placed.change for placed in _placed(specs, before, after, policy))
-
-
-def encode(
-    specs: Specs,
-    before: Weights,
-    after: Weights,
-    policy: str,
-    pool: ThreadPoolExecutor | None = None,
-    *,
-    is_digested: bool = False,
-) -> list[EncodedBlock]:
-    """Diff and encode as `publish` does; with the digests of old and new values if wanted."""
-    blocks = group_blocks(_placed(specs, before, after, policy, pool, is_digested=is_digested))
-    return [block for encoded in ordered_map(encode_block, blocks, pool) for block in encoded]
-
-
-def apply(blocks: Sequence[EncodedBlock], weights: Weights) -> None:
-    """Decode blocks and write them into weights."""
-    for block in blocks:
-        for change in decode_parts(block.encoding, block.stated, block.parts):
-            target = weights[change.spec.name]
-            if isinstance(change, TensorDifference):
-                target[change.positions] += change.values
-            else:
-                target[change.positions] = change.values
-
-
 def measure(specs: Specs, before: Weights, after: Weights, *, is_timed: bool) -> dict[str, Any]:
     """Measure one pair of states: bytes of every encoding and peer and, if wanted, their time."""
     elements = sum(bits.size for bits in before.values())
     changed = sum(int(np.count_nonzero(before[name] != after[name])) for name in before)
-    row: dict[str, Any] = {"density": changed / elements, "bytes": {}, "encode_x": {}, "apply_x": {}, "peak": {}}
+    row: dict[str, Any] = {"density": changed / elements, "bytes": {}, "encode_x": {}, "apply_x": {}}
+    row |= {"threads_x": {}, "peak": {}}
     for policy in ("auto", "absolute", "raw", "difference", "packed", "bitmap_difference"):
         blocks = encode(specs, before, after, policy)
         row["bytes"][policy] = sum(block.num_bytes for block in blocks) / changed
@@ -188,92 +153,43 @@ def figures(recorded: list[dict[str, Any]], constructed: list[dict[str, Any]]) -
         "encode_fast_x_memcpy": median(rl, "encode_x", "kernel"),
         "encode_with_digests_x_memcpy": median(rl, "encode_x", "numpy, digests"),
         "encode_fast_with_digests_x_memcpy": median(rl, "encode_x", "kernel, digests"),
-        "two_thread_speedup": median(rl, "encode_x", "two threads"),
+        "two_thread_speedup": median(rl, "threads_x", "numpy, threads"),
+        "two_thread_speedup_fast": median(rl, "threads_x", "kernel, threads"),
+        "two_process_speedup": median(rl, "threads_x", "numpy, processes"),
+        "two_process_speedup_fast": median(rl, "threads_x", "kernel, processes"),
         "decode_apply_x_memcpy": median(rl, "apply_x", "difference"),
     }
 
 
-def _placed(
-    specs: Specs,
-    before: Weights,
-    after: Weights,
-    policy: str,
-    pool: ThreadPoolExecutor | None = None,
-    *,
-    is_digested: bool = False,
-) -> Iterator[Placed]:
-    work = (
-        piece
-        for name, spec in specs.items()
-        for piece in pieces(
-            spec, before[name], torch.from_numpy(after[name].view(np.int16)).view(torch.bfloat16).view(spec.shape)
-        )
-    )
-    for place, diff in enumerate(diff_pieces(work, pool, is_digested=is_digested)):
-        chosen = choose(policy, diff.spec, diff.positions, diff.old, diff.new)
-        yield Placed(place, chosen.change, chosen.encoding)
-
-
 def _time_all(specs: Specs, before: Weights, after: Weights, row: dict[str, Any]) -> None:
     target = {name: np.empty_like(bits) for name, bits in before.items()}
+    memcpy = copier(after, target)
 
-    def memcpy() -> None:
-        for name, bits in after.items():
-            np.copyto(target[name], bits)
+    def ours(**options: Any) -> Callable[[], object]:
+        return lambda: encode(specs, before, after, "auto", **options)
 
-    memcpy()
-    for name, kernel in (("numpy", "0"), ("kernel", "1")):
-        os.environ["DELTA_SNAPSHOT_KERNEL"] = kernel
-        _load_kernel.cache_clear()
-        if kernel == "1" and load_kernel() is None:
-            continue
-        encode(specs, before, after, "auto", is_digested=True)  # compiles
-        row["encode_x"][name] = _ratio(lambda: encode(specs, before, after, "auto"), memcpy)
-        row["encode_x"][f"{name}, digests"] = _ratio(
-            lambda: encode(specs, before, after, "auto", is_digested=True), memcpy
-        )
-    os.environ["DELTA_SNAPSHOT_KERNEL"] = "0"
-    _load_kernel.cache_clear()
     with thread_pool(2) as pool:
-        row["encode_x"]["two threads"] = _ratio(
-            lambda: encode(specs, before, after, "auto"),
-            lambda: encode(specs, before, after, "auto", pool),
-            clock=time.perf_counter,
-        )
+        for name, is_compiled in (("numpy", False), ("kernel", True)):
+            with kernel_set(to=is_compiled) as can_be:
+                if not can_be:
+                    continue
+                ours(is_digested=True)()  # compiles
+                row["encode_x"][name] = ratio(ours(), memcpy, REPETITIONS)
+                row["encode_x"][f"{name}, digests"] = ratio(ours(is_digested=True), memcpy, REPETITIONS)
+                row["threads_x"][f"{name}, threads"] = ratio(ours(), ours(pool=pool), REPETITIONS, time.perf_counter)
+                row["threads_x"][f"{name}, processes"] = two_processes(ours())
+    row["threads_x"]["memcpy, processes"] = two_processes(memcpy)
     model_bytes = sum(bits.nbytes for bits in after.values())
-    row["peak"]["auto"] = round(_peak_extra(lambda: encode(specs, before, after, "auto")) / model_bytes, 3)
+    with kernel_set(to=False):
+        row["peak"]["auto"] = round(peak_extra(ours()) / model_bytes, 3)
     for policy in ("difference", "packed", "raw", "auto"):
         blocks = encode(specs, before, after, policy)
-        row["apply_x"][policy] = _ratio(lambda blocks=blocks: apply(blocks, target), memcpy)
+        row["apply_x"][policy] = ratio(lambda blocks=blocks: apply(blocks, target), memcpy, REPETITIONS)
     for peer in PEERS:
-        row["encode_x"][peer.name] = _ratio(lambda peer=peer: peer.encode(before, after), memcpy)
-        row["peak"][peer.name] = round(_peak_extra(lambda peer=peer: peer.encode(before, after)) / model_bytes, 3)
+        row["encode_x"][peer.name] = ratio(lambda peer=peer: peer.encode(before, after), memcpy, REPETITIONS)
+        row["peak"][peer.name] = round(peak_extra(lambda peer=peer: peer.encode(before, after)) / model_bytes, 3)
         payload = peer.encode(before, after)
-        row["apply_x"][peer.name] = _ratio(lambda p=payload, peer=peer: peer.apply(p, target), memcpy)
-
-
-def _ratio(
-    work: Callable[[], object], against: Callable[[], object], clock: Callable[[], float] = time.process_time
-) -> float:
-    """Return the median of the ratios of two works, done in turn."""
-    ratios = []
-    for _ in range(REPETITIONS):
-        started = clock()
-        work()
-        middle = clock()
-        against()
-        ratios.append((middle - started) / max(1e-9, clock() - middle))
-    return round(statistics.median(ratios), 3)
-
-
-def _peak_extra(work: Callable[[], object]) -> int:
-    """Return by how many bytes the process grows at most while it works."""
-    ctypes.CDLL(None).malloc_trim(0)
-    before = reset_peak()
-    result = work()
-    most = peak() - before
-    del result
-    return most
+        row["apply_x"][peer.name] = ratio(lambda p=payload, peer=peer: peer.apply(p, target), memcpy, REPETITIONS)
 
 
 def _check(before: Weights, after: Weights, apply_to: Callable[[Weights], None], what: str) -> None:
@@ -285,11 +201,14 @@ def _check(before: Weights, after: Weights, apply_to: Callable[[Weights], None],
 
 
 def _encoded_bytes(step: Sequence[Change]) -> int:
-    placed = (
-        Placed(place, change, "difference" if isinstance(change, TensorDifference) else "packed")
-        for place, change in enumerate(step)
-    )
+    placed = (Placed(place, change, _encoding_of(change)) for place, change in enumerate(step))
     return sum(encoded.num_bytes for block in group_blocks(placed) for encoded in encode_block(block))
+
+
+def _encoding_of(change: Change) -> str:
+    if isinstance(change, TensorDifference):
+        return "raw_difference" if change.is_mixed else "difference"
+    return "packed"
 
 
 def _size(payload: Payload) -> int:
@@ -321,6 +240,11 @@ def write_report(result: dict[str, Any], specs: Specs) -> None:
             "encode_x",
             "Time to diff and encode, in copies of the model's bytes",
             "`digests` adds those of old and new values, which ours sends and no other has; `kernel` uses numba.",
+        ),
+        (
+            "threads_x",
+            "Two threads, and what two could reach",
+            "Here wall time, of diff and encode: one thread's over two's; `processes`: what two get done over what one does.",
         ),
         ("apply_x", "Time to decode and apply, in copies of the model's bytes", "Into weights in memory."),
         (

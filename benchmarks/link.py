@@ -133,7 +133,7 @@ class _Trainer:
     def __init__(self, base: Path) -> None:
         from transformers import LlamaForCausalLM
 
-        config = llama_config("0.5B")
+        config = llama_config("0.6B")
         torch.set_default_dtype(torch.bfloat16)
         model = LlamaForCausalLM(config)
         torch.set_default_dtype(torch.float32)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from trainer_hooks.baseline import Baseline
-from trainer_hooks.diff import Piece, TensorDiff, diff_piece, join_pieces, pieces
+from trainer_hooks.diff import PIECE_ELEMENTS, Piece, TensorDiff, diff_piece, join_pieces, pieces
 from trainer_hooks.source import ParameterSource
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.ordered import ordered_map
@@ -103,14 +103,32 @@ def diff_pieces(
         pool: threads to compare on; ``None`` for the caller's.
         is_digested: see `diff_piece`.
     """
+
+    def compare(batch: list[Piece]) -> list[tuple[Piece, TensorDiff | None]]:
+        return [(piece, diff_piece(piece, is_digested=is_digested)) for piece in batch]
+
     found: list[TensorDiff] = []
-    compared = ordered_map(lambda piece: (piece, diff_piece(piece, is_digested=is_digested)), pieces, pool)
-    for piece, diff in compared:
-        if diff is not None:
-            found.append(diff)
-        if piece.is_last and found:
-            whole, found = join_pieces(found), []
-            yield whole
+    for compared in ordered_map(compare, _batches(pieces), pool):
+        for piece, diff in compared:
+            if diff is not None:
+                found.append(diff)
+            if piece.is_last and found:
+                whole, found = join_pieces(found), []
+                yield whole
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Put small pieces together, so that handing work to a thread and back costs little beside the work."""
+    batch: list[Piece] = []
+    elements = 0
+    for piece in pieces:
+        batch.append(piece)
+        elements += piece.baseline.size
+        if elements >= PIECE_ELEMENTS:
+            yield batch
+            batch, elements = [], 0
+    if batch:
+        yield batch
 
 
 def check_names(seen: Iterable[str], specs: Mapping[str, TensorSpec], base_model: str) -> None:
