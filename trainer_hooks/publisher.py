@@ -12,7 +12,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,9 +20,11 @@ from trainer_hooks.diff import TensorDiff
 from trainer_hooks.differ import Differ, Fingerprints, check_names
 from trainer_hooks.kept import KeptChanges
 from trainer_hooks.kernel import load_kernel
+from trainer_hooks.publication import Fleet, Publication, PublishReport, R
 from trainer_hooks.publish import commit, is_committed, write_publication
 from trainer_hooks.resume import PublishedState, open_run, policy_of
 from trainer_hooks.source import source_of
+from vllm_delta_snapshot.acks import Acknowledgement, wait_applied
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.delta_folder import DigestedChange, Lineage, WriterNotes
 from vllm_delta_snapshot.errors import SourceError
@@ -36,60 +38,6 @@ from vllm_delta_snapshot.store import open_store
 __all__ = ["DeltaPublisher", "Publication", "PublishReport"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PublishReport:
-    """What one publication was.
-
-    Attributes:
-        run_id: the run.
-        version: the version it made.
-        changed_elements: elements that changed since the version before.
-        total_elements: elements of the checkpoint.
-        changed_tensors: tensors with at least one change.
-        payload_bytes: bytes of its payload files.
-        checkpoint_bytes: bytes of the whole checkpoint, for comparison.
-        folder: its folder under sync_dir.
-        diff_s: seconds for the comparison.
-        total_s: seconds for the whole call.
-    """
-
-    run_id: str
-    version: int
-    changed_elements: int
-    total_elements: int
-    changed_tensors: int
-    payload_bytes: int
-    checkpoint_bytes: int
-    folder: str
-    diff_s: float
-    total_s: float
-
-    @property
-    def density(self) -> float:
-        """Changed elements / total elements."""
-        return self.changed_elements / max(1, self.total_elements)
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """The handle of a publication. In this version `publish` blocks, so it is always committed.
-
-    Attributes:
-        report: what it was.
-    """
-
-    report: PublishReport
-
-    @property
-    def version(self) -> int:
-        """The version it made."""
-        return self.report.version
-
-    def wait(self) -> PublishReport:
-        """Return the report once the version is committed."""
-        return self.report
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,6 +184,42 @@ class DeltaPublisher:
         )
         _log(report)
         return Publication(report)
+
+    def sync(self, fleet: Fleet[R], *, step: int | None = None, metrics: Mapping[str, float] | None = None) -> R:
+        """Publish, and have engines take the version. Blocks until the last one has it or has failed.
+
+        Args:
+            fleet: the engines: a `vllm_delta_snapshot.drive.DeltaSync`.
+            step: see `publish`.
+            metrics: see `publish`.
+
+        Returns:
+            What the fleet reports: an engine that failed is named in it, and raises nothing.
+
+        Raises:
+            DeltaSnapshotError: see `publish`.
+        """
+        return fleet.sync(self.publish(step=step, metrics=metrics).version, run_id=self._run_id)
+
+    def wait_applied(
+        self, samplers: Iterable[str], *, version: int | None = None, timeout_s: float = 600.0
+    ) -> Mapping[str, Acknowledgement]:
+        """Wait until samplers in follow mode have acknowledged a version, or a later one, in the store. Blocks.
+
+        Args:
+            samplers: their names.
+            version: the version; by default the newest.
+            timeout_s: how long to wait.
+
+        Returns:
+            What each said last.
+
+        Raises:
+            StageError: they did not in time; names those that lag.
+            DeltaSnapshotError: the store cannot be read.
+        """
+        wanted = self._version if version is None else version
+        return wait_applied(self._store, self._run_id, wanted, samplers, timeout_s=timeout_s)
 
     def _start_from(self, state: PublishedState) -> None:
         """Take over what the run's newest version is."""

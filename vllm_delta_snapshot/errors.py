@@ -24,6 +24,7 @@
     |  |- NotStaged                  not there yet; ask again
     |  `- MirrorBusy                 a worker reads the mirror just now; try again
     |- ApplyError                    the engine cannot take this update; its weights are unchanged
+    |  |- NotInitialized             the engine follows nothing yet, or was restarted
     |  |- TensorRefused              named tensors that no way can serve
     |  `- WeightsUncertain           half applied and not undone: never resume this worker
     |- VerifyError                   the weights are not what they should be
@@ -52,6 +53,7 @@ __all__ = [
     "FormatError",
     "LimitExceeded",
     "MirrorBusy",
+    "NotInitialized",
     "NotStaged",
     "ObjectExists",
     "ObjectNotFound",
@@ -252,6 +254,10 @@ class MirrorBusy(StageError):
 
 class ApplyError(DeltaSnapshotError):
     """The engine did not take the update; its weights are what they were."""
+
+
+class NotInitialized(ApplyError):
+    """The engine's weight transfer was not initialized, or not since the engine was started."""
 
 
 class TensorRefused(ApplyError):

@@ -40,10 +40,23 @@ def unchanged(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     return [name for name, digest in parameters_in(after).items() if digest == before[name]]
 
 
+def drift(worker: Any, rank: int | None = None) -> None:
+    """Flip the lowest bit of every element of every parameter, on all workers or one."""
+    if rank not in (None, worker.rank):
+        return
+    for parameter in worker.model_runner.get_model().parameters():
+        storage = torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage())  # type: ignore[call-overload]
+        storage[:: parameter.element_size()] ^= 1
+
+
 class DigestsOfWorker:
     """Added to a server's workers by ``--worker-extension-cls``, and asked through ``/collective_rpc``."""
 
     model_runner: Any
+
+    def drift(self) -> None:
+        """See `drift`."""
+        drift(self)
 
     def weight_digests(self) -> dict[str, str]:
         """Return the digests of this worker's model."""

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -37,44 +38,101 @@ class CheckedServer(ServerClient):
         """Return digests of the live parameters and buffers of every worker."""
         return merged(self.request("POST", "/collective_rpc", {"method": "weight_digests"})["results"])
 
+    def drift(self) -> None:
+        """Have every weight changed behind everybody's back."""
+        self.request("POST", "/collective_rpc", {"method": "drift"})
+
+
+class ServerProcess:
+    """A server with the plugin's backend, in a session of its own: started, killed and started again on the same port.
+
+    Args:
+        model: the checkpoint.
+        log: where all its processes write; a restart goes on in it.
+        options: further ones of vLLM's.
+        environment: further variables.
+    """
+
+    def __init__(self, model: Path, log: Path, *options: str, **environment: str) -> None:
+        port = _free_port()
+        self.log = log
+        self.client = CheckedServer(f"http://127.0.0.1:{port}")
+        self._argv = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m", "--skip-tokenizer-init"),
+            *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"),
+            *("--kv-cache-memory-bytes", str(64 << 20)),
+            *("--weight-transfer-config", '{"backend": "delta_snapshot"}'),
+            *("--worker-extension-cls", "tests.support.digests.DigestsOfWorker"),
+            *options,
+        ]
+        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **_ENVIRONMENT, **environment}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it. It answers later: see `wait_ready`."""
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                self._argv,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        """Wait until it answers."""
+        process = self._process
+        assert process is not None
+        try:
+            self.client.wait_ready(timeout_s=300, is_alive=lambda: process.poll() is None)
+        except Exception as error:
+            raise AssertionError(self.log.read_text(errors="replace")[-4000:]) from error
+
+    def kill(self) -> None:
+        """Kill all its processes at once, as the machine's end would."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        """End it. Nothing happens if it has ended."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def updates(self) -> int:
+        """Return how many updates have been written, by what its log says."""
+        return self.log.read_text(errors="replace").count("applied version=")
+
+
+@contextlib.contextmanager
+def servers(*processes: ServerProcess) -> Iterator[None]:
+    """Start servers side by side, wait until all answer, and stop them afterwards."""
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.wait_ready()
+        yield
+    finally:
+        for process in processes:
+            process.stop()
+
 
 @contextlib.contextmanager
 def server(model: Path, log: Path, *options: str, **environment: str) -> Iterator[CheckedServer]:
     """Start a server with the plugin's backend, wait until it answers, and stop it afterwards."""
-    port = _free_port()
-    argv = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m", "--skip-tokenizer-init"),
-        *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"),
-        *("--kv-cache-memory-bytes", str(64 << 20)),
-        *("--weight-transfer-config", '{"backend": "delta_snapshot"}'),
-        *("--worker-extension-cls", "tests.support.digests.DigestsOfWorker"),
-        *options,
-    ]
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            argv,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **_ENVIRONMENT, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        client = CheckedServer(f"http://127.0.0.1:{port}")
-        try:
-            try:
-                client.wait_ready(timeout_s=300, is_alive=lambda: process.poll() is None)
-            except Exception as error:
-                raise AssertionError(log.read_text(errors="replace")[-4000:]) from error
-            yield client
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    process = ServerProcess(model, log, *options, **environment)
+    with servers(process):
+        yield process.client
 
 
 def greedy(client: ServerClient, prompt: list[int], count: int) -> list[int]:

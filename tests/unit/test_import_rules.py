@@ -19,6 +19,7 @@ RINGS = (
     (f"{OURS}.dtypes", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.ordered", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.delta_folder", ("stage", "engine", "drive", "cli", "plugin")),
+    (f"{OURS}.acks", ("stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.chain", ("store", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.format", ("store", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.store", ("format", "stage", "engine", "drive", "cli", "plugin")),
@@ -130,7 +131,9 @@ def test_compiler_is_imported_only_when_it_is_asked_for():
     assert listed([f for f in ALL if inside(f.target, "numba") and f.at_import]) == []
 
 
-@pytest.mark.parametrize("library", ["transformers", "matplotlib", "typer", "rich", "boto3", "google"])
+@pytest.mark.parametrize(
+    "library", ["transformers", "matplotlib", "typer", "rich", "boto3", "google", "prometheus_client"]
+)
 def test_optional_library_is_imported_only_where_it_is_needed(library: str):
     homes = {"typer": f"{OURS}.cli", "rich": f"{OURS}.cli"}
     wrong = [

@@ -1,6 +1,8 @@
 """Merge: one update that equals the versions applied one by one, whatever they say and however they are merged."""
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from tests.support.changes import changes_for, difference_of, differences_for
 from tests.support.strategies import bits_for, patches_for, specs
 from tests.support.tensors import apply_by_hand, patch_of, random_bits, random_patch, rng_of, same_patch
 from vllm_delta_snapshot.stage import merge as merge_module
-from vllm_delta_snapshot.stage.merge import merge, merge_by_scratch, merge_by_sort
+from vllm_delta_snapshot.stage.merge import fold, merge, merge_by_scratch, merge_by_sort
 from vllm_delta_snapshot.types import Change, TensorDifference, TensorPatch, TensorSpec, position_dtype
 
 SPEC = TensorSpec("w", (100,), "BF16")
@@ -294,3 +296,35 @@ def test_only_as_much_as_one_tensor_is_merged_at_a_time(monkeypatch: pytest.Monk
     merged = merge([[patch_of(spec, {0: 1}) for spec in names]] * 2)
     next(merged)
     assert started == ["a"]
+
+
+@given(st.data())
+def test_versions_folded_on_the_way_come_to_the_same(data: st.DataObject):
+    table = [
+        TensorSpec(f"{i}.{s.name}", s.shape, s.dtype) for i, s in enumerate(data.draw(st.lists(specs, max_size=2)))
+    ]
+    versions: list[list[Change]] = []
+    for _ in range(data.draw(st.integers(0, 5))):
+        touched = [spec for spec in table if data.draw(st.booleans())]
+        versions.append([data.draw(changes_for(spec)) for spec in touched])
+    folded = fold(iter(versions), most=data.draw(st.integers(0, 20)))
+    assert [facts(change) for change in merge(folded)] == [facts(change) for change in merge(versions)]
+
+
+def test_fold_takes_versions_one_by_one_and_holds_few_changes():
+    alive: list[weakref.ref[TensorPatch]] = []
+
+    def versions() -> Iterator[list[Change]]:
+        for number in range(10):
+            gc.collect()
+            assert sum(ref() is not None for ref in alive) <= 3
+            patch = patch_of(SPEC, {position: number for position in range(10)})
+            alive.append(weakref.ref(patch.values))
+            yield [patch]
+
+    (merged,) = merge(fold(versions(), most=20))
+    assert merged.values.tolist() == [9] * 10
+
+
+def test_fold_of_nothing_is_nothing():
+    assert fold([]) == []

@@ -6,6 +6,7 @@ One engine for all: every case gives it a run of its own, whose version 1 is wro
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -143,6 +144,31 @@ def test_malformed_update_info_is_refused(
         served.llm.update_weights({"update_info": info})
 
 
+def test_asking_whether_a_version_is_staged_touches_no_weight(served: Engine, good_run: Path) -> None:
+    served.init(sync_dir=str(good_run))
+    before = served.checksums()
+    _ask(served, {"version": 0, "action": "staged"})  # what it has
+    with pytest.raises(NotStaged):
+        _ask(served, {"version": 9, "action": "staged"})
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            _ask(served, {"version": 1, "action": "staged"})
+            break
+        except NotStaged:
+            assert time.monotonic() < deadline
+    assert served.checksums() == before
+    assert served.backend._prepared is None
+
+
+def _ask(served: Engine, info: dict[str, object]) -> None:
+    served.llm.start_weight_update()
+    try:
+        served.llm.update_weights({"update_info": info})
+    finally:
+        served.llm.finish_weight_update()
+
+
 def test_weights_changed_by_something_else_are_found_before_the_next_update(served: Engine, good_run: Path) -> None:
     import torch
 
@@ -154,7 +180,7 @@ def test_weights_changed_by_something_else_are_found_before_the_next_update(serv
     drifted = served.checksums()
     try:
         with pytest.raises(BaseMismatch, match=r"changed by something else.*layers\.1\.mlp\.down_proj"):
-            sync_llm(served.llm, 1, stage_timeout_s=20)
+            sync_llm(served.llm, 1, stage_timeout_s=20, repair=False)
         assert served.checksums() == drifted
     finally:
         weight.detach().copy_(kept)

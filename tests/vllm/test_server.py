@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.support import damage
 from tests.support.digests import parameters_in
@@ -17,9 +19,10 @@ from tests.support.server import CheckedServer, greedy, server, stream
 from tests.support.tiny_models import make_model, train_step
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.drive import ServerClient, ServerError, sync_server
+from vllm_delta_snapshot.cli.app import app
+from vllm_delta_snapshot.drive import ServerClient, ServerError, sync_server, verify_server
 from vllm_delta_snapshot.drive.sync import _wait_prepared
-from vllm_delta_snapshot.errors import CorruptFile
+from vllm_delta_snapshot.errors import BaseMismatch, CorruptFile
 from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
@@ -85,7 +88,7 @@ def test_pause_by_abort_ends_running_requests(setup: Setup) -> None:
     reasons = []
     while "abort" not in reasons and len(reasons) < 8:
         version = setup.publish()
-        _wait_prepared(setup.client, {"version": version}, 60)
+        _wait_prepared(setup.client, "prepare", {"version": version}, 60)
         events = stream(setup.client, list(PROMPTS[1]), LONG)
         next(events)
         sync_server(setup.client, version, pause_mode="abort")
@@ -157,6 +160,26 @@ def test_vllms_own_weight_checker_agrees_where_it_exists(setup: Setup) -> None:
         raise
     ours = parameters_in(setup.client.checksums())
     assert {name.rpartition(":")[2]: digest for name, digest in theirs.items()} == ours
+
+
+def test_weights_that_drifted_are_repaired_by_the_next_update_and_by_command(setup: Setup) -> None:
+    right = setup.client.checksums()
+    tokens = greedy(setup.client, list(PROMPTS[0]), 16)
+    setup.client.drift()
+    assert setup.client.checksums() != right
+    done = CliRunner().invoke(app, ["repair", "--server", setup.client.url, "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["ok"] is True
+    assert setup.client.checksums() == right
+    assert greedy(setup.client, list(PROMPTS[0]), 16) == tokens
+    setup.client.drift()
+    version = setup.publish()
+    with pytest.raises(ServerError, match=r"changed by something else|does not lead from the live weights") as caught:
+        sync_server(setup.client, version, repair=False)
+    assert caught.value.kind is BaseMismatch
+    sync_server(setup.client, version)
+    verify_server(setup.client, version)
+    assert not setup.client.is_paused()
 
 
 def test_version_that_never_comes_times_out_without_a_pause(setup: Setup) -> None:

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,8 +19,8 @@ from vllm_delta_snapshot.cli.output import (
     progress_bar,
     reported,
 )
+from vllm_delta_snapshot.cli.server import client_of
 from vllm_delta_snapshot.cli.targets import find_foreign
-from vllm_delta_snapshot.drive.client import ServerClient, ServerError
 from vllm_delta_snapshot.drive.sync import verify_server
 from vllm_delta_snapshot.verify_run import RunVerification, verify_run
 
@@ -58,7 +56,7 @@ def _run(sync_dir: str, base: Path | None, *, as_json: bool) -> None:
 def run_server(url: str, version: int | None, *, as_json: bool) -> None:
     """Have a server compare its live weights, and exit with 1 if any differs."""
     with reported(as_json=as_json, code=EXIT_USAGE):
-        client = _client(url)
+        client = client_of(url)
     with reported(as_json=as_json):
         started = time.monotonic()
         verify_server(client, version)
@@ -68,20 +66,6 @@ def run_server(url: str, version: int | None, *, as_json: bool) -> None:
     else:
         compared = "its version" if version is None else f"version {version}"
         typer.echo(f"ok: all live weights of {url} are those of {compared} (label {label}), {seconds:.2f} s")
-
-
-def _client(url: str) -> ServerClient:
-    try:
-        urllib.parse.urlsplit(url).port  # noqa: B018 - raises where it is no number
-    except ValueError as error:
-        raise ServerError("not a server's URL", expected="http://host:port", found=url) from error
-    # A key from a file often ends with a line break. What no header can carry, http.client would name in its error.
-    api_key = os.environ.get("VLLM_API_KEY", "").strip()
-    if not (api_key.isascii() and api_key.isprintable()):
-        raise ServerError(
-            "VLLM_API_KEY has characters that no HTTP header can carry", hint="Set it to the server's key."
-        )
-    return ServerClient(url, api_key=api_key)
 
 
 def _as_json(found: RunVerification) -> dict[str, object]:

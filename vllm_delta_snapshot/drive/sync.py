@@ -14,9 +14,17 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from vllm_delta_snapshot.drive.client import PauseMode, ServerClient, ServerError
-from vllm_delta_snapshot.errors import Recovery, WeightsUncertain
+from vllm_delta_snapshot.errors import BaseMismatch, Recovery, WeightsUncertain
 
-__all__ = ["UNCERTAIN_LABEL", "RunningRequests", "UpdateReport", "sync_server", "verify_server", "weight_label"]
+__all__ = [
+    "UNCERTAIN_LABEL",
+    "RunningRequests",
+    "UpdateReport",
+    "repair_server",
+    "sync_server",
+    "verify_server",
+    "weight_label",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +48,9 @@ class UpdateReport:
         stage_s: seconds until the version was staged and prepared, with generation going on.
         pause_s: seconds from the call to pause to the end of the call to resume.
         apply_s: seconds of the update call in it.
+        resume_s: seconds of the call to resume in it.
         is_cache_reset: whether no cached prefix of the old weights is left.
+        is_repaired: whether the engine had not served its version, and was repaired first.
     """
 
     engine: str
@@ -49,6 +59,8 @@ class UpdateReport:
     pause_s: float
     apply_s: float
     is_cache_reset: bool
+    resume_s: float = 0.0
+    is_repaired: bool = False
 
 
 def weight_label(version: int, run_id: str | None = None) -> str:
@@ -65,6 +77,7 @@ def sync_server(
     running_requests: RunningRequests = "recompute",
     stage_timeout_s: float = 300.0,
     allow_rollback: bool = False,
+    repair: bool = True,
 ) -> UpdateReport:
     """Bring a server to `version`. Blocks. Having that version already is success.
 
@@ -77,6 +90,8 @@ def sync_server(
             no stale prefix can be reused; ``keep_cache`` lets them go on from the old one.
         stage_timeout_s: how long the version may take to be staged.
         allow_rollback: whether it may be an earlier version than the server has.
+        repair: whether weights that something else has changed are written anew first (see `repair_server`); else
+            they are an error.
 
     Raises:
         ServerError: the server refused or does not answer. If it could vouch for its weights it was resumed and still
@@ -84,30 +99,47 @@ def sync_server(
     """
     started = time.monotonic()
     asked = {"version": version, "allow_rollback": allow_rollback}
-    _wait_prepared(client, asked, stage_timeout_s)
+    is_repaired = False
+    try:
+        _wait_prepared(client, "prepare", asked, stage_timeout_s)
+    except ServerError as error:
+        if not repair or error.kind is not BaseMismatch:
+            raise
+        logger.error("server=%s repairing, it did not serve its version: %s", client.url, error)
+        repair_server(client, timeout_s=stage_timeout_s)
+        is_repaired = True
+        _wait_prepared(client, "prepare", asked, stage_timeout_s)
     staged = time.monotonic()
     client.pause(pause_mode)
     try:
         apply_started = time.monotonic()
-        client.start_update()
+        _open_session(client)
         client.update(**asked, action="apply")
         client.finish_update(weight_label(version, run_id))
         apply_s = time.monotonic() - apply_started
-        is_cache_reset = client.reset_caches(running_requests=False)
-        if not is_cache_reset and running_requests == "recompute":
-            is_cache_reset = client.reset_caches(running_requests=True)
+        is_cache_reset = _reset_caches(client, running_requests)
     except ServerError:
         _resume_if_certain(client)
         raise
+    resume_started = time.monotonic()
     client.resume()
-    pause_s = time.monotonic() - staged
-    report = UpdateReport(client.url, version, staged - started, pause_s, apply_s, is_cache_reset)
+    resumed = time.monotonic()
+    report = UpdateReport(
+        client.url,
+        version,
+        stage_s=staged - started,
+        pause_s=resumed - staged,
+        apply_s=apply_s,
+        is_cache_reset=is_cache_reset,
+        resume_s=resumed - resume_started,
+        is_repaired=is_repaired,
+    )
     logger.info(
         "synced server=%s version=%d stage_s=%.3f pause_s=%.4f apply_s=%.4f",
         client.url,
         version,
         report.stage_s,
-        pause_s,
+        report.pause_s,
         apply_s,
     )
     return report
@@ -126,22 +158,57 @@ def verify_server(client: ServerClient, version: int | None = None, *, timeout_s
     Raises:
         ServerError: weights differ (its `kind` is `VerifyError`; the message names tensors), or it could not look.
     """
-    client.start_update()
+    _open_session(client)
     try:
         client.update(version=version, action="verify", timeout_s=timeout_s)
     finally:
         _close_session(client)
 
 
-def _wait_prepared(client: ServerClient, asked: Mapping[str, object], timeout_s: float) -> None:
+def repair_server(client: ServerClient, *, timeout_s: float = 600.0) -> None:
+    """Write over weights of a server that are not those of its version, because something else changed them. Blocks.
+
+    The host gets a mirror for it: disk for one checkpoint. Generation is paused only for the full check before and
+    after and for writing; it is made to compute all caches again.
+
+    Args:
+        client: the server, initialized.
+        timeout_s: how long making the mirror may take.
+
+    Raises:
+        ServerError: it could not; if it cannot vouch for its weights it stays paused.
+    """
+    _wait_prepared(client, "prepare_repair", {}, timeout_s)
+    client.pause("keep")
+    try:
+        _open_session(client)
+        client.update(action="repair")
+        client.finish_update()
+        _reset_caches(client, "recompute")
+    except ServerError:
+        _resume_if_certain(client)
+        raise
+    client.resume()
+    logger.warning("repaired server=%s", client.url)
+
+
+def _reset_caches(client: ServerClient, running_requests: RunningRequests) -> bool:
+    """Reset caches; say whether no cached prefix of the old weights is left."""
+    is_reset = client.reset_caches(running_requests=False)
+    if not is_reset and running_requests == "recompute":
+        is_reset = client.reset_caches(running_requests=True)
+    return is_reset
+
+
+def _wait_prepared(client: ServerClient, action: str, asked: Mapping[str, object], timeout_s: float) -> None:
     """Ask, ever more rarely, until the server has the update staged, checked and ready to be written."""
     deadline = time.monotonic() + timeout_s
     wait_s = _FIRST_WAIT_S
     while True:
         try:
             # An update that fails ends vLLM's session, one that succeeds does not: close it by finishing.
-            client.start_update()
-            client.update(**asked, action="prepare")
+            _open_session(client)
+            client.update(**asked, action=action)
             client.finish_update()
             return
         except ServerError as error:
@@ -157,7 +224,7 @@ def _resume_if_certain(client: ServerClient) -> None:
     """Resume a server that says its weights are those of a version; leave it paused otherwise."""
     try:
         _close_session(client)
-        client.start_update()
+        _open_session(client)
         client.update(action="check")
         client.finish_update()
         client.resume()
@@ -172,6 +239,18 @@ def _label_uncertain(client: ServerClient) -> None:
         client.set_weight_version(UNCERTAIN_LABEL)
     except ServerError as error:
         logger.error("server=%s keeps the label of a version that it may not hold: %s", client.url, error)
+
+
+def _open_session(client: ServerClient) -> None:
+    """Begin an update. A session that a driver left open when it died is closed first."""
+    try:
+        client.start_update()
+    except ServerError as error:
+        if error.status != 500 or error.kind is not None:
+            raise
+        logger.warning("server=%s closing a session that may have been left open: %s", client.url, error)
+        _close_session(client)
+        client.start_update()
 
 
 def _close_session(client: ServerClient) -> None:

@@ -9,7 +9,9 @@ refuses everything from then on.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,12 @@ from vllm_delta_snapshot.engine.full_check import check_all
 from vllm_delta_snapshot.engine.load_plan import LoadPlan
 from vllm_delta_snapshot.engine.log import logger
 from vllm_delta_snapshot.engine.messages import DeltaSnapshotInitInfo, DeltaSnapshotUpdateInfo
+from vllm_delta_snapshot.engine.reload import BitsOf
+from vllm_delta_snapshot.engine.repair import repair
 from vllm_delta_snapshot.engine.transaction import PreparedUpdate, prepare
-from vllm_delta_snapshot.engine.updates import Update, Weights, check_rollback, openrl_update, staged_update
+from vllm_delta_snapshot.engine.updates import Update, Weights, find_staged, find_update
 from vllm_delta_snapshot.engine.ways import Way, summary_of
-from vllm_delta_snapshot.errors import ApplyError, RunMismatch, WeightsUncertain
+from vllm_delta_snapshot.errors import NotInitialized, RunMismatch, WeightsUncertain
 from vllm_delta_snapshot.stage.area import StagerConfig, default_stage_root
 from vllm_delta_snapshot.stage.handoff import Handoff
 
@@ -113,7 +117,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
 
         Raises:
             WeightsUncertain: this worker must not serve.
-            ApplyError: the engine is not initialized.
+            NotInitialized: see there.
         """
         self._require_certain()
         self._require_ready()
@@ -133,8 +137,14 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         self._require_ready()
         if update_info.action == "check":
             return
+        if update_info.action == "staged":
+            self._ask_staged(update_info)
+            return
         if update_info.action == "verify":
             self._verify(update_info)
+            return
+        if update_info.action in ("prepare_repair", "repair"):
+            self._repair(update_info)
             return
         self._prepare(update_info)
         if update_info.action == "apply":
@@ -158,7 +168,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         self._is_ready = False
 
     def _follow(self, init_info: DeltaSnapshotInitInfo, sync_dir: str, folder: Path) -> None:
-        config = StagerConfig(sync_dir=sync_dir, checkpoint=str(folder))
+        config = StagerConfig(sync_dir=sync_dir, checkpoint=str(folder), cache_bytes=init_info.cache_bytes)
         root = Path(init_info.stage_dir) if init_info.stage_dir else default_stage_root()
         places = self._fitness.plan.places
         self._handoff = Handoff(
@@ -205,12 +215,24 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
             self._prepared = None
             try:
                 self._refresh()
-                update = self._find_update(update_info)
+                update = find_update(
+                    update_info, self._handoff, self._at, self._fitness, stage_timeout_s=self._stage_timeout_s
+                )
             except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
                 failure = error
         agree(failure, (self._at, self._prepared is None, update is None))
         if update is not None:
             self._prepared = prepare(self._fitness, update)
+
+    def _ask_staged(self, update_info: DeltaSnapshotUpdateInfo) -> None:
+        """Fail if a version is not staged; a worker that asks loses microseconds."""
+        failure: BaseException | None = None
+        try:
+            if update_info.version != self._at.version:
+                find_staged(update_info, self._handoff, self._at)
+        except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
+            failure = error
+        agree(failure, self._at)
 
     def _refresh(self) -> None:
         """Find weights again that were re-created, by sleeping or by a reload."""
@@ -219,41 +241,6 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
             self._fitness = fitness
             if self._handoff is not None:
                 self._handoff.set_places(fitness.plan.places)
-
-    def _find_update(self, update_info: DeltaSnapshotUpdateInfo) -> Update | None:
-        """Return the update asked for; ``None`` if the engine has that version already."""
-        if update_info.target_weights_path is not None:
-            return self._find_openrl(Path(update_info.target_weights_path))
-        version = update_info.version
-        if self._handoff is None or version is None:
-            raise RunMismatch(
-                "this engine follows no run, so it knows no versions",
-                found=f"version {version}",
-                hint='Give init_info a sync_dir, or update_info {"target_weights_path": folder}.',
-            )
-        if version == self._at.version:
-            return None
-        if version < self._at.version:
-            check_rollback(self._at.version, version, self._handoff.oldest_version, is_meant=update_info.allow_rollback)
-        timeout_s = self._stage_timeout_s if update_info.timeout_s is None else update_info.timeout_s
-        timeout_s = timeout_s if update_info.action == "apply" else 0.0
-        return staged_update(
-            self._handoff.wait(self._at.version, version, timeout_s=timeout_s),
-            self._fitness.specs,
-            run_id=self._at.run_id,
-            base_version=self._at.version,
-            version=version,
-            state_digest=self._at.state_digest,
-        )
-
-    def _find_openrl(self, folder: Path) -> Update:
-        if self._handoff is not None:
-            raise RunMismatch(
-                "this engine follows a run; a folder without lineage would take it off the chain",
-                file=str(folder),
-                hint="Initialize the engine without a sync_dir to apply OpenRL folders.",
-            )
-        return openrl_update(folder, self._fitness.specs, self._fitness.plan.places)
 
     def _apply(self) -> None:
         if self._prepared is None:
@@ -278,34 +265,12 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
 
     def _verify(self, update_info: DeltaSnapshotUpdateInfo) -> None:
         """Compare all live weights with a version."""
-        failure: BaseException | None = None
-        expected: dict[str, str] = {}
-        bits = None
-        self._take_over_applied()
-        # An update that was prepared has the mirror held at its version; the check may need it at another.
-        self._prepared = None
-        version = self._at.version if update_info.version is None else update_info.version
-        timeout_s = self._stage_timeout_s if update_info.timeout_s is None else update_info.timeout_s
         started = time.monotonic()
-        try:
-            if self._handoff is None:
-                raise RunMismatch(
-                    "this engine follows no run, so it knows no versions", hint="Give init_info a sync_dir."
-                )
-            self._refresh()
-            expected = self._handoff.tensor_digests(version, timeout_s=timeout_s)
-            if self._fitness.reload.modules:
-                bits = self._handoff.mirror_at(version, timeout_s=timeout_s).bits
-        except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
-            failure = error
-        try:
-            agree(failure, self._at)
+        version = self._own_version() if update_info.version is None else update_info.version
+        with self._known(version, update_info, needs_mirror=bool(self._fitness.reload.modules)) as (expected, bits):
             unknown = check_all(
                 self.model, self._fitness, expected, version=version, bits=bits, config=self.vllm_config
             )
-        finally:
-            if self._handoff is not None:
-                self._handoff.release()
         logger.info(
             "verified version=%d tensors=%d not_comparable=%d seconds=%.3f",
             version,
@@ -313,6 +278,61 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
             unknown,
             time.monotonic() - started,
         )
+
+    def _repair(self, update_info: DeltaSnapshotUpdateInfo) -> None:
+        """Write over weights that are not those of this engine's version; or only see that it can be done."""
+        started = time.monotonic()
+        version = self._own_version()
+        with self._known(version, update_info, needs_mirror=True) as (expected, bits):
+            if update_info.action == "prepare_repair" or bits is None:
+                return
+            try:
+                wrong = repair(self.model, self._fitness, expected, bits=bits, config=self.vllm_config)
+            except WeightsUncertain:
+                self._is_uncertain = True
+                raise
+        logger.warning(
+            "repaired version=%d differed=%d seconds=%.3f: %s",
+            version,
+            len(wrong),
+            time.monotonic() - started,
+            "; ".join(wrong[:5]),
+        )
+
+    def _own_version(self) -> int:
+        self._take_over_applied()
+        return self._at.version
+
+    @contextlib.contextmanager
+    def _known(
+        self, version: int, update_info: DeltaSnapshotUpdateInfo, *, needs_mirror: bool
+    ) -> Iterator[tuple[dict[str, str], BitsOf | None]]:
+        """Give the digests of all tensors at a version, and its content, held still. Collective."""
+        failure: BaseException | None = None
+        expected: dict[str, str] = {}
+        bits: BitsOf | None = None
+        # An update that was prepared has the mirror held at its version; it may be needed at another.
+        self._prepared = None
+        timeout_s = self._stage_timeout_s if update_info.timeout_s is None else update_info.timeout_s
+        if update_info.action == "prepare_repair":
+            timeout_s = 0.0
+        try:
+            if self._handoff is None:
+                raise RunMismatch(
+                    "this engine follows no run, so it knows no versions", hint="Give init_info a sync_dir."
+                )
+            self._refresh()
+            if needs_mirror:
+                bits = self._handoff.mirror_at(version, timeout_s=timeout_s).bits
+            expected = self._handoff.tensor_digests(version, timeout_s=timeout_s)
+        except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
+            failure = error
+        try:
+            agree(failure, self._at)
+            yield expected, bits
+        finally:
+            if self._handoff is not None:
+                self._handoff.release()
 
     def _require_certain(self) -> None:
         if self._is_uncertain:
@@ -323,7 +343,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
 
     def _require_ready(self) -> None:
         if not self._is_ready:
-            raise ApplyError(
+            raise NotInitialized(
                 "the weight transfer engine is not initialized",
                 hint='Call init_weight_transfer_engine with {"sync_dir": ...} first.',
             )

@@ -28,6 +28,7 @@ __all__ = [
     "RunDigest",
     "digest_runs",
     "in_checkpoint_type",
+    "in_live_type",
     "ready_lanes",
     "seem_old",
     "undo_lanes",
@@ -113,12 +114,9 @@ def _ready(lane: Lane, flat: torch.Tensor, index: torch.Tensor, old: torch.Tenso
         )
     served = None if before is None else bits_of(before)
     values = lane.values if served is None else lane.resolve(served)
-    new = to_device(values, flat.device)
-    source = torch_dtype_of(dtype_of(lane.dtype).torch_name)
-    if source is not live_dtype:
-        new = new.view(source).to(live_dtype)
-    # Out of the mapped file, so that its pages are not first touched in the pause.
-    new = new.view(flat.dtype).clone() if lane.relative is None else new.view(flat.dtype)
+    new = in_live_type(values, lane.dtype, live_dtype, flat.device)
+    if lane.relative is None:
+        new = new.clone()  # out of the mapped file, so that its pages are not first touched in the pause
     return LiveLane(lane, flat, index, new, old, _spots(index, old), None if served is None else (served, values))
 
 
@@ -148,6 +146,23 @@ def digest_runs(plan: LoadPlan, live: LiveLane, *, is_new: bool = False) -> Sequ
         return [(run.name, place.box, None) for run, place in zip(lane.runs, places, strict=True)]
     digests = seeded_digests(lane.seeds, live.served[is_new], lane.starts)
     return [(run.name, place.box, int(d)) for run, place, d in zip(lane.runs, places, digests, strict=True)]
+
+
+def in_live_type(values: Bits, dtype: str, live_dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return bits of the checkpoint's type as the engine keeps them, converted as the model's loader would.
+
+    Args:
+        values: bits, on the host; on the CPU the result may share their memory.
+        dtype: the safetensors code of the checkpoint's type.
+        live_dtype: the type of the live weights.
+        device: where they are.
+
+    Returns:
+        The bits, as integers of the live type's width.
+    """
+    source = torch_dtype_of(dtype_of(dtype).torch_name)
+    new = to_device(values, device)
+    return new if source is live_dtype else new.view(source).to(live_dtype).view(integer_type(live_dtype))
 
 
 def in_checkpoint_type(live: torch.Tensor, dtype: str, live_dtype: torch.dtype) -> torch.Tensor | None:
@@ -187,5 +202,5 @@ def _not_of_the_type(source: torch.dtype, live_dtype: torch.dtype) -> BaseMismat
         "live weights are not ones that the checkpoint's type has; they were changed by something else",
         expected=f"values of {source}",
         found=f"others, in {live_dtype}",
-        hint="Restart the engine; it catches up by itself.",
+        hint="Write its weights anew: delta-snapshot repair --server URL; or restart the engine.",
     )

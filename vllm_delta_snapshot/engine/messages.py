@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from vllm_delta_snapshot.engine.ways import Way
 
 __all__ = ["DeltaSnapshotInitInfo", "DeltaSnapshotUpdateInfo"]
+
+_OF_NO_VERSION = ("check", "prepare_repair", "repair")
+
+Action = Literal["apply", "staged", "prepare", "check", "verify", "prepare_repair", "repair"]
 
 
 @dataclass
@@ -36,7 +40,13 @@ class DeltaSnapshotInitInfo(WeightTransferInitInfo):
     stage_timeout_s: float = 60.0
     """How long `update_weights` waits for a version that is not staged, unless it says otherwise."""
 
+    cache_bytes: int = 1 << 36
+    """How many bytes of fetched versions the host may keep while an engine lags; what is over is fetched again."""
+
     def __post_init__(self) -> None:
+        _check("cache_bytes", self.cache_bytes, int, optional=False)
+        if self.cache_bytes < 1:
+            raise ValueError(f"init_info: cache_bytes must be positive, found {self.cache_bytes}")
         for name in ("sync_dir", "checkpoint", "stage_dir"):
             _check(name, getattr(self, name), str, optional=True)
         _check("skip", self.skip, list, optional=False)
@@ -58,22 +68,24 @@ class DeltaSnapshotUpdateInfo(WeightTransferUpdateInfo):
 
     version: int | None = None
     """The version to go to."""
-    action: Literal["apply", "prepare", "check", "verify"] = "apply"
-    """`prepare` makes every check and readies the update without writing a weight; it fails at once if the version is
+    action: Action = "apply"
+    """`staged` fails at once if the version is not staged, and touches no weight. `prepare` makes every check and readies the update without writing a weight; it fails at once if the version is
     not staged. `check` fails if the engine must not serve. `verify` compares all live weights with the version (by
-    default the engine's own) and fails if any differs. `apply` waits, prepares if need be, and writes."""
+    default the engine's own) and fails if any differs. `repair` writes over weights that are not those of the engine's
+    own version, whole; `prepare_repair` fails at once if what it needs is not there. `apply` waits, prepares if need
+    be, and writes."""
     allow_rollback: bool = False
     """Whether `version` may be an earlier one than the engine has; else that is an error."""
     timeout_s: float | None = None
-    """How long `apply` waits for a version that is not staged, and `verify` for what it compares with."""
+    """How long `apply` waits for a version that is not staged, `verify` and `repair` for what they compare with."""
     target_weights_path: str | None = None
     """The local folder of an OpenRL delta, for an engine without a run."""
 
     def __post_init__(self) -> None:
         _check("version", self.version, int, optional=True)
         _check("target_weights_path", self.target_weights_path, str, optional=True)
-        if self.action not in ("apply", "prepare", "check", "verify"):
-            raise ValueError(f"update_info: action must be apply, prepare, check or verify, found {self.action!r}")
+        if self.action not in get_args(Action):
+            raise ValueError(f"update_info: action must be {', '.join(get_args(Action))}, found {self.action!r}")
         if not isinstance(self.allow_rollback, bool):
             raise ValueError(f"update_info: allow_rollback must be a bool, found {self.allow_rollback!r}")
         if self.version is not None and self.version < 0:
@@ -84,7 +96,7 @@ class DeltaSnapshotUpdateInfo(WeightTransferUpdateInfo):
         if self.action == "verify":
             if self.target_weights_path is not None:
                 raise ValueError("update_info: verify compares with a version of the run, not with a folder")
-        elif given != (0 if self.action == "check" else 1):
+        elif given != (0 if self.action in _OF_NO_VERSION else 1):
             raise ValueError('update_info: give {"version": N}, or {"target_weights_path": folder} for OpenRL folders')
 
 

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta_snapshot.dtypes import Bits
+from vllm_delta_snapshot.engine.fitness import Fitness
+from vllm_delta_snapshot.engine.messages import DeltaSnapshotUpdateInfo
 from vllm_delta_snapshot.errors import ApplyError, BaseMismatch, CorruptFile, OutOfOrder, RunMismatch
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.openrl import read_folder_metadata, read_openrl_delta
 from vllm_delta_snapshot.stage.decode import decode
-from vllm_delta_snapshot.stage.handoff import StagedUpdate
+from vllm_delta_snapshot.stage.handoff import Handoff, StagedUpdate
 from vllm_delta_snapshot.stage.mapping import Lane, map_update, read_lanes
 from vllm_delta_snapshot.stage.mirror import Mirror
 from vllm_delta_snapshot.stage.places import PlaceMap
 from vllm_delta_snapshot.types import Change, TensorSpec
 
-__all__ = ["Update", "Weights", "check_rollback", "openrl_update", "staged_update"]
+__all__ = ["Update", "Weights", "find_staged", "find_update", "openrl_update", "staged_update"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,74 @@ class Update:
                 hint="Ask again.",
             )
         return self.mirror.bits(name)
+
+
+def find_update(
+    info: DeltaSnapshotUpdateInfo, handoff: Handoff | None, at: Weights, fitness: Fitness, *, stage_timeout_s: float
+) -> Update | None:
+    """Return the update that was asked for; ``None`` if the engine has that version already.
+
+    Args:
+        info: what was asked for.
+        handoff: the worker's tie to its stager; ``None`` for an engine without a run.
+        at: which version the weights are.
+        fitness: where they lie.
+        stage_timeout_s: how long `apply` waits for the version to be staged, unless `info` says; nothing else waits.
+
+    Raises:
+        NotStaged: it is not there.
+        OutOfOrder: it is an earlier version, and nobody said that it is meant.
+        DeltaSnapshotError: it cannot be had.
+    """
+    if info.target_weights_path is not None:
+        return _find_openrl(Path(info.target_weights_path), handoff, fitness)
+    if info.version == at.version and handoff is not None:
+        return None
+    timeout_s = stage_timeout_s if info.timeout_s is None else info.timeout_s
+    staged, version = find_staged(info, handoff, at, timeout_s=timeout_s if info.action == "apply" else 0.0)
+    return staged_update(
+        staged,
+        fitness.specs,
+        run_id=at.run_id,
+        base_version=at.version,
+        version=version,
+        state_digest=at.state_digest,
+    )
+
+
+def find_staged(
+    info: DeltaSnapshotUpdateInfo, handoff: Handoff | None, at: Weights, *, timeout_s: float = 0.0
+) -> tuple[StagedUpdate, int]:
+    """Return where the update to another version lies, and the version. Opens none of its files.
+
+    Args:
+        info: which version.
+        handoff: the worker's tie to its stager; ``None`` for an engine without a run.
+        at: which version the weights are.
+        timeout_s: how long to wait for it.
+
+    Raises: see `find_update`.
+    """
+    version = info.version
+    if handoff is None or version is None:
+        raise RunMismatch(
+            "this engine follows no run, so it knows no versions",
+            found=f"version {version}",
+            hint='Give init_info a sync_dir, or update_info {"target_weights_path": folder}.',
+        )
+    if version < at.version:
+        check_rollback(at.version, version, handoff.oldest_version, is_meant=info.allow_rollback)
+    return handoff.wait(at.version, version, timeout_s=timeout_s), version
+
+
+def _find_openrl(folder: Path, handoff: Handoff | None, fitness: Fitness) -> Update:
+    if handoff is not None:
+        raise RunMismatch(
+            "this engine follows a run; a folder without lineage would take it off the chain",
+            file=str(folder),
+            hint="Initialize the engine without a sync_dir to apply OpenRL folders.",
+        )
+    return openrl_update(folder, fitness.specs, fitness.plan.places)
 
 
 def staged_update(

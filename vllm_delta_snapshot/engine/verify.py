@@ -16,20 +16,23 @@ from vllm_delta_snapshot.stage.places import Box
 
 __all__ = ["sum_over_workers", "verify_old"]
 
-_HINT = "Restart the engine from the base checkpoint; it catches up by itself."
+_HINT = "Write its weights anew: delta-snapshot repair --server URL; or restart the engine."
 
 
-def sum_over_workers(workers: Sequence[Sequence[RunDigest]]) -> dict[str, int | None]:
+def sum_over_workers(
+    workers: Sequence[Sequence[RunDigest]], unequal: dict[str, str] | None = None
+) -> dict[str, int | None]:
     """Return the digest of each tensor from those of its parts.
 
     Args:
         workers: the digests of each worker of the engine, in order of rank.
+        unequal: gets, by name, which workers hold the same elements and have different values.
 
     Returns:
         By checkpoint name; ``None`` if it cannot be known.
 
     Raises:
-        BaseMismatch: workers that hold the same elements have different values; names tensor and workers.
+        BaseMismatch: there are such workers, and nobody takes the names; names tensor and workers.
     """
     seen: dict[tuple[str, Box], tuple[int, int | None]] = {}
     for rank, digests in enumerate(workers):
@@ -37,11 +40,11 @@ def sum_over_workers(workers: Sequence[Sequence[RunDigest]]) -> dict[str, int | 
         for name, box, digest in digests:
             # A worker may hold elements twice, as tied tensors do: then both are compared like replicas.
             if own.setdefault((name, box), digest) != digest:
-                _refuse_replicas(name, rank, rank)
+                _note_unequal(name, rank, rank, unequal)
         for key, digest in own.items():
             first, expected = seen.setdefault(key, (rank, digest))
             if digest != expected:
-                _refuse_replicas(key[0], first, rank)
+                _note_unequal(key[0], first, rank, unequal)
     totals: dict[str, int | None] = {}
     for (name, _), (_, digest) in seen.items():
         total = totals.get(name, 0)
@@ -49,7 +52,10 @@ def sum_over_workers(workers: Sequence[Sequence[RunDigest]]) -> dict[str, int | 
     return totals
 
 
-def _refuse_replicas(name: str, first: int, second: int) -> None:
+def _note_unequal(name: str, first: int, second: int, unequal: dict[str, str] | None) -> None:
+    if unequal is not None:
+        unequal[name] = f"worker {second} has other values than worker {first}"
+        return
     raise BaseMismatch(
         "live weights that should be equal differ; something else changed them",
         tensor=name,

@@ -12,6 +12,7 @@ from typing import Final
 from vllm_delta_snapshot.errors import CorruptFile, LimitExceeded
 
 __all__ = [
+    "ACKS_FOLDER",
     "DELTAS_FOLDER",
     "MAX_VERSION",
     "METADATA_NAME",
@@ -28,6 +29,7 @@ __all__ = [
 RUN_KEY: Final = "run.json"
 VERSIONS_FOLDER: Final = "versions"
 DELTAS_FOLDER: Final = "deltas"
+ACKS_FOLDER: Final = "acks"
 METADATA_NAME: Final = "metadata.json"
 MAX_VERSION: Final = 99_999_999
 

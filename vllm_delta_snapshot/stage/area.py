@@ -48,6 +48,7 @@ class StagerConfig(WireModel):
     checkpoint: str
     poll_interval_s: float = Field(default=0.2, gt=0)
     retry_interval_s: float = Field(default=2.0, gt=0)
+    cache_bytes: int = Field(default=1 << 36, gt=0)
 
 
 class Problem(WireModel):

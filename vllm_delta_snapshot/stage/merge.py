@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.types import Change, Positions, TensorDifference, TensorPatch, TensorSpec, position_dtype
 
-__all__ = ["merge", "merge_by_scratch", "merge_by_sort"]
+__all__ = ["FOLD_CHANGES", "fold", "merge", "merge_by_scratch", "merge_by_sort"]
+
+FOLD_CHANGES: Final = 1 << 24
+"""As many changes are held at most beside what versions come to: 100 MB of bf16."""
 
 _WINDOW: Final = 1 << 17
 _SCRATCH_FROM: Final = 1 / 8
@@ -47,6 +50,28 @@ def merge(versions: Iterable[Sequence[Change]]) -> Iterator[Change]:
         total = sum(change.changed for change in changes)
         is_dense = total >= _SCRATCH_FROM * changes[0].spec.numel
         yield merge_by_scratch(changes) if is_dense or not of_one_kind else merge_by_sort(changes)
+
+
+def fold(versions: Iterable[Sequence[Change]], *, most: int | None = None) -> list[Sequence[Change]]:
+    """Take versions one by one and merge them on the way, so that memory does not grow with how many there are.
+
+    Args:
+        versions: the changes of each version, oldest first; best made when they are asked for.
+        most: how many changes may wait to be merged; by default `FOLD_CHANGES`.
+
+    Returns:
+        Few versions that come to the same.
+    """
+    most = FOLD_CHANGES if most is None else most
+    merged: list[Sequence[Change]] = []
+    waiting: list[Sequence[Change]] = []
+    count = 0
+    for changes in versions:
+        waiting.append(changes)
+        count += sum(change.changed for change in changes)
+        if count >= most and len(merged) + len(waiting) > 1:
+            merged, waiting, count = [list(merge([*merged, *waiting]))], [], 0
+    return [*merged, *waiting]
 
 
 def merge_by_sort(changes: Sequence[Change]) -> Change:

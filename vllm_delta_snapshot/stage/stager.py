@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from typing import Final
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import (
@@ -42,6 +43,9 @@ from vllm_delta_snapshot.types import Change, TensorDifference
 __all__ = ["Stager"]
 
 logger = logging.getLogger(__name__)
+
+_KEPT: Final = 2
+"""How many updates from one version are kept, the newest ones."""
 
 
 class Stager:
@@ -102,7 +106,14 @@ class Stager:
         checkpoint.check_fits(dict(run.specs()), what=f"run {run.run_id}")
         self._area.begin_run(run)
         version = self._version_of(checkpoint, run.base.state_digest)
-        self._fetched = FetchedVersions(self._folder, self._area, run.specs(), version, checkpoint.state_digest)
+        self._fetched = FetchedVersions(
+            self._folder,
+            self._area,
+            run.specs(),
+            version,
+            checkpoint.state_digest,
+            cache_bytes=self._config.cache_bytes,
+        )
         self._digests = TensorDigests(self._folder, checkpoint, version)
         self._mirror = MirrorKeeper(self._area, checkpoint, run.run_id, version)
         self._updates = UpdateFolders(self._area, run.run_id, self._fetched, checkpoint, version, self._mirror)
@@ -219,10 +230,15 @@ class Stager:
     def _prune(self, bases: set[int]) -> None:
         """Forget what no living worker can need any more."""
         self._fetched.forget(min(bases))
-        for folder in [*self._area.staged.iterdir(), *self._area.mapped.iterdir()]:
-            pair = pair_of(folder)
-            if pair and pair[0] not in bases:
-                shutil.rmtree(folder, ignore_errors=True)
+        wanted = {pair_of(path) for path in self._area.wanted.iterdir()}
+        for area in (self._area.staged, self._area.mapped):
+            folders = [(pair, path) for path in area.iterdir() if (pair := pair_of(path))]
+            for (base, version), path in folders:
+                # A worker may be about to open the newest but one: it was the newest when it asked.
+                newer = {other for (of, other), _ in folders if of == base and other > version}
+                is_old = len(newer) >= _KEPT and (base, version) not in wanted
+                if base not in bases or is_old:
+                    shutil.rmtree(path, ignore_errors=True)
         for path in self._area.wanted.iterdir():
             pair = pair_of(path)
             if pair is None or pair[0] not in bases:

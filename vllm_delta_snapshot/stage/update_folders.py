@@ -13,22 +13,24 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.delta_folder import DigestedChange, Lineage, WriterNotes, write_delta_folder
 from vllm_delta_snapshot.dtypes import Bits
-from vllm_delta_snapshot.errors import BaseMismatch, CorruptFile, OutOfOrder, StageError
+from vllm_delta_snapshot.errors import BaseMismatch, CorruptFile, DeltaSnapshotError, OutOfOrder, StageError
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.digest import add_digests, patch_digest
 from vllm_delta_snapshot.format.encodings import encoding_of
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.openrl import read_folder_metadata
-from vllm_delta_snapshot.stage.area import StageArea
+from vllm_delta_snapshot.stage.area import StageArea, pair_of
 from vllm_delta_snapshot.stage.assemble import assemble_absolute, assemble_back, assemble_forward
 from vllm_delta_snapshot.stage.decode import decode
 from vllm_delta_snapshot.stage.fetched import FetchedVersions
+from vllm_delta_snapshot.stage.merge import fold
 from vllm_delta_snapshot.stage.mirror_keeper import MirrorKeeper
 from vllm_delta_snapshot.stage.resolve import resolve
 from vllm_delta_snapshot.store.posix import PosixStore
@@ -136,13 +138,15 @@ class UpdateFolders:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _link(self, version: int, work: Path) -> None:
+        folder = self._fetched.files(version)
         metadata = self._fetched.metadata(version)
         for entry in metadata.files:
-            os.link(self._area.fetched_folder(version) / entry.name, work / entry.name)
+            os.link(folder / entry.name, work / entry.name)
         (work / layout.METADATA_NAME).write_bytes(metadata.to_json())
 
     def _write(self, base: int, version: int, work: Path, *, is_absolute: bool) -> None:
-        digested = self._forward(base, version) if version > base else self._back(base, version)
+        known = None if is_absolute else self._staged_before(base, version)
+        digested = self._forward(base, version, known) if version > base else self._back(base, version)
         if is_absolute:
             digested = self._to_absolute(digested, base, version)
         last = self._fetched.metadata(max(base, version))
@@ -159,11 +163,25 @@ class UpdateFolders:
                 hint="Check the run: delta-snapshot verify <sync_dir>",
             )
 
-    def _forward(self, base: int, version: int) -> Iterator[DigestedChange]:
-        steps = self._fetched.load_all(base + 1, version)
-        return assemble_forward(
-            [self._fetched.changes(step) for step in steps], [self._fetched.metadata(step) for step in steps]
-        )
+    def _staged_before(self, base: int, version: int) -> tuple[int, DeltaMetadata, list[Change]] | None:
+        """Return the newest staged update from `base` short of `version`: only the rest is merged then."""
+        pairs = [pair_of(path) for path in self._area.staged.iterdir()]
+        reached = [pair[1] for pair in pairs if pair and pair[0] == base and base < pair[1] < version]
+        if not reached:
+            return None
+        try:
+            return max(reached), *self.read(base, max(reached))
+        except DeltaSnapshotError as error:
+            logger.warning("staging base=%d version=%d anew: %s", base, max(reached), error)
+            return None
+
+    def _forward(
+        self, base: int, version: int, known: tuple[int, DeltaMetadata, list[Change]] | None
+    ) -> Iterator[DigestedChange]:
+        reached, metadata, first = (base, [], []) if known is None else (known[0], [known[1]], [known[2]])
+        steps = fold(chain(first, self._fetched.each(reached + 1, version)))
+        metadata = [*metadata, *map(self._fetched.metadata, range(reached + 1, version + 1))]
+        return assemble_forward(steps, metadata)
 
     def _back(self, base: int, version: int) -> Iterator[DigestedChange]:
         if version < self._start:
@@ -174,13 +192,9 @@ class UpdateFolders:
                 found=f"version {version}",
                 hint="Start an engine from that version: delta-snapshot materialize <sync_dir>@N <folder>",
             )
-        undone = self._fetched.load_all(version + 1, base)
-        return assemble_back(
-            lambda: self._from_start(version),
-            [self._fetched.changes(step) for step in undone],
-            [self._fetched.metadata(step) for step in undone],
-            self._checkpoint.bits,
-        )
+        undone = fold(self._fetched.each(version + 1, base))
+        metadata = list(map(self._fetched.metadata, range(version + 1, base + 1)))
+        return assemble_back(lambda: self._from_start(version), undone, metadata, self._checkpoint.bits)
 
     def _to_absolute(self, digested: Iterator[DigestedChange], base: int, version: int) -> Iterator[DigestedChange]:
         """Resolve differences, by the mirror if it is at one end of the update, else from the checkpoint on."""
@@ -194,8 +208,8 @@ class UpdateFolders:
             logger.warning("the mirror is not what it says: %s", error)  # it is made anew when it is to move
         return assemble_absolute(iter(items), lambda: self._from_start(version), self._checkpoint.bits)
 
-    def _from_start(self, version: int) -> list[list[Change]]:
-        return [self._fetched.changes(step) for step in self._fetched.load_all(self._start + 1, version)]
+    def _from_start(self, version: int) -> list[Sequence[Change]]:
+        return fold(self._fetched.each(self._start + 1, version))
 
 
 @contextlib.contextmanager
