@@ -29,7 +29,7 @@ test: $(STAMPS)/engine  ## All tests, on a real vLLM engine (under 20 minutes on
 	$(BIN)/python -m pytest tests
 
 test-fast: $(STAMPS)/base  ## The tests that need no vLLM (about 4 minutes on 2 cores)
-	$(BIN)/python -m pytest tests -m "not vllm"
+	$(BIN)/python -m pytest tests -m "not vllm and not servers"
 
 test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION=0.31.0 (makes a .venv-vllm-... of its own)
 	$(MAKE) VENV=$(OTHER) $(OTHER)/.stamps/vllm-$(VERSION)
@@ -84,8 +84,8 @@ $(STAMPS)/torch: requirements/torch.txt $(STAMPS)/venv
 	$(PIP) install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r requirements/torch.txt
 	@touch $@
 
-$(STAMPS)/base: requirements/base.txt requirements/engine-cpu.txt pyproject.toml $(STAMPS)/torch
-	$(PIP) install -q -r requirements/base.txt -c requirements/engine-cpu.txt -c requirements/torch.txt
+$(STAMPS)/base: requirements/base.txt requirements/stores.txt requirements/engine-cpu.txt pyproject.toml $(STAMPS)/torch
+	$(PIP) install -q -r requirements/base.txt -r requirements/stores.txt -c requirements/engine-cpu.txt -c requirements/torch.txt
 	$(PIP) install -q --no-deps -e .
 	@touch $@
 

@@ -41,6 +41,7 @@ class FaultyStore:
     ) -> None:
         self.inner = inner
         self.uri = inner.uri
+        self.concurrency = inner.concurrency
         self.log: list[str] = []
         self._at = at
         self._when = when

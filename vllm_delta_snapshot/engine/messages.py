@@ -69,11 +69,11 @@ class DeltaSnapshotUpdateInfo(WeightTransferUpdateInfo):
     version: int | None = None
     """The version to go to."""
     action: Action = "apply"
-    """`staged` fails at once if the version is not staged, and touches no weight. `prepare` makes every check and readies the update without writing a weight; it fails at once if the version is
-    not staged. `check` fails if the engine must not serve. `verify` compares all live weights with the version (by
-    default the engine's own) and fails if any differs. `repair` writes over weights that are not those of the engine's
-    own version, whole; `prepare_repair` fails at once if what it needs is not there. `apply` waits, prepares if need
-    be, and writes."""
+    """`staged` fails at once if the version is not staged, and touches no weight. `prepare` also makes every check and
+    readies the update without writing a weight. `apply` waits, prepares if need be, and writes. `check` fails if the
+    engine must not serve. `verify` compares all live weights with the version (by default the engine's own) and fails
+    if any differs. `repair` writes over weights that are not those of the engine's own version, whole;
+    `prepare_repair` fails at once if what it needs is not there."""
     allow_rollback: bool = False
     """Whether `version` may be an earlier one than the engine has; else that is an error."""
     timeout_s: float | None = None

@@ -11,13 +11,12 @@ import os
 from pathlib import Path
 from typing import Final
 
-import xxhash
-
 from vllm_delta_snapshot.errors import CorruptFile, ObjectNotFound, StageError
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.digest import file_digest
 from vllm_delta_snapshot.format.metadata import DeltaMetadata, FileEntry
 from vllm_delta_snapshot.format.version import VersionRecord
+from vllm_delta_snapshot.ordered import ordered_map, thread_pool
 from vllm_delta_snapshot.store import Store
 
 __all__ = ["fetch", "fetch_file"]
@@ -78,28 +77,12 @@ def fetch_file(store: Store, key: str, entry: FileEntry, path: Path) -> None:
             "file has a wrong size", file=where, expected=f"{entry.bytes} bytes", found=f"{size} bytes", hint=_HINT
         )
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(min(_BLOCK, max(1, entry.bytes))))
     try:
-        with temporary.open("wb") as file:
-            offset = 0
-            while offset < entry.bytes:
-                block = buffer[: min(len(buffer), entry.bytes - offset)]
-                count = store.read_range(key, offset, block)
-                if count == 0:
-                    raise CorruptFile(
-                        "file is cut off", file=where, expected=f"{entry.bytes} bytes", found=f"{offset} bytes"
-                    )
-                digest.update(block[:count])
-                file.write(block[:count])
-                offset += count
-        if digest.hexdigest() != entry.xxh3_128:
+        _fetch_ranges(store, key, entry, temporary, where)
+        found = file_digest(temporary)
+        if found != entry.xxh3_128:
             raise CorruptFile(
-                "file has a wrong checksum",
-                file=where,
-                expected=f"xxh3-128 {entry.xxh3_128}",
-                found=digest.hexdigest(),
-                hint=_HINT,
+                "file has a wrong checksum", file=where, expected=f"xxh3-128 {entry.xxh3_128}", found=found, hint=_HINT
             )
         temporary.replace(path)
     except OSError as error:
@@ -108,6 +91,38 @@ def fetch_file(store: Store, key: str, entry: FileEntry, path: Path) -> None:
         raise StageError("cannot write the local copy", file=str(path), found=error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _fetch_ranges(store: Store, key: str, entry: FileEntry, path: Path, where: str) -> None:
+    """Read an object in ranges, several at once, and write each where it belongs."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, entry.bytes)
+
+        def one(offset: int) -> None:
+            block = memoryview(bytearray(min(_BLOCK, entry.bytes - offset)))
+            done = 0
+            while done < len(block):
+                count = store.read_range(key, offset + done, block[done:])
+                if count == 0:
+                    raise CorruptFile(
+                        "file is cut off", file=where, expected=f"{entry.bytes} bytes", found=f"{offset + done} bytes"
+                    )
+                done += count
+            _write_at(descriptor, block, offset)
+
+        offsets = range(0, entry.bytes, _BLOCK)
+        with thread_pool(min(store.concurrency, len(offsets))) as pool:
+            for _ in ordered_map(one, offsets, pool, ahead=store.concurrency):
+                pass
+    finally:
+        os.close(descriptor)
+
+
+def _write_at(descriptor: int, block: memoryview, offset: int) -> None:
+    while len(block):
+        count = os.pwrite(descriptor, block, offset)
+        block, offset = block[count:], offset + count
 
 
 def _make_folder(folder: Path) -> None:

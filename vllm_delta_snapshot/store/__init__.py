@@ -7,30 +7,44 @@ from urllib.parse import unquote, urlsplit
 
 from vllm_delta_snapshot.errors import CompatibilityError
 from vllm_delta_snapshot.store.base import Store
+from vllm_delta_snapshot.store.config import StoreConfig
 from vllm_delta_snapshot.store.posix import PosixStore
 
-__all__ = ["Store", "open_store"]
+__all__ = ["Store", "StoreConfig", "open_store"]
 
 
-def open_store(uri: str, *, single_writer: bool = False) -> Store:
-    """Open the store that a sync_dir names.
+def open_store(uri: str, *, single_writer: bool = False, config: StoreConfig | None = None) -> Store:
+    """Open the store that a sync_dir names. Makes no request.
 
     Args:
-        uri: ``/path`` or ``file:///path``.
+        uri: ``/path``, ``file:///path``, ``s3://bucket/prefix`` or ``gs://bucket/prefix``.
         single_writer: accept a store that cannot create exclusively; then it is the caller's word that
             nobody else writes there.
+        config: how an object store is reached; by default what environment and file say (`StoreConfig.load`).
 
     Raises:
-        CompatibilityError: no adapter for this kind of URI.
+        CompatibilityError: no adapter for this kind of URI, or the library that it needs is not installed.
+        CorruptFile: the configuration is wrong.
+        StoreError: the URI names no bucket, or there are no credentials.
     """
     parts = urlsplit(uri)
     if parts.scheme == "":
         return PosixStore(uri, single_writer=single_writer)
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return PosixStore(unquote(parts.path), single_writer=single_writer)
+    if parts.scheme in ("s3", "gs") and parts.netloc:
+        loaded = StoreConfig.load() if config is None else config
+        # What follows a bucket's name is a key as it is: "#", "?" and "%" mean nothing in it.
+        bucket, _, prefix = uri.partition("://")[2].partition("/")
+        if parts.scheme == "s3":
+            from vllm_delta_snapshot.store.s3 import S3Store
+
+            return S3Store(bucket, prefix, loaded, single_writer=single_writer)
+        from vllm_delta_snapshot.store.gcs import GcsStore
+
+        return GcsStore(bucket, prefix, loaded, single_writer=single_writer)
     raise CompatibilityError(
-        "sync_dir has a scheme that this version cannot open",
-        expected="/path or file:///path",
-        found=f"{parts.scheme}://",
-        hint="Mount the store as a folder that all hosts share, and give its path.",
+        "sync_dir names a store that this version cannot open",
+        expected="/path, file:///path, s3://bucket/prefix or gs://bucket/prefix",
+        found=uri,
     )

@@ -19,6 +19,9 @@ class Store(Protocol):
     uri: str
     """What the user gave, for messages."""
 
+    concurrency: int
+    """How many ranges of an object are well read at once."""
+
     def create(self, key: str, data: bytes) -> None:
         """Create a small object exclusively, and durably when this returns.
 

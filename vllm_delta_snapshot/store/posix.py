@@ -24,6 +24,7 @@ from vllm_delta_snapshot.errors import (
     StoreError,
     StoreUnavailable,
 )
+from vllm_delta_snapshot.store.keys import check_key
 
 __all__ = ["PosixStore"]
 
@@ -43,6 +44,7 @@ class PosixStore:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, single_writer: bool = False) -> None:
+        self.concurrency = 4
         self.root = Path(path).expanduser().absolute()
         self.uri = str(self.root)
         self._single_writer = single_writer
@@ -137,10 +139,7 @@ class PosixStore:
                 self.delete(key)
 
     def _path(self, key: str) -> Path:
-        parts = key.split("/")
-        if any(part in ("", ".", "..") or "\0" in part for part in parts):
-            raise StoreError("key leaves the folder", file=repr(key))
-        return self.root.joinpath(*parts)
+        return self.root.joinpath(*check_key(key).split("/"))
 
     def _make_folder(self, folder: Path) -> None:
         missing = []

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store in an S3 bucket, or in one that speaks S3. Needs boto3 (extra ``[s3]``); credentials are found as it does.
+
+Exclusive create is ``PutObject`` with ``If-None-Match: *``. Large objects go up in parts, several at once, and appear
+when the last is there. boto3 checks no ranged download, so every answer's length is compared here, and the bytes by
+whoever asked for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from vllm_delta_snapshot.errors import (
+    ExclusiveCreateUnsupported,
+    LimitExceeded,
+    ObjectExists,
+    ObjectNotFound,
+    StoreError,
+    StoreUnavailable,
+)
+from vllm_delta_snapshot.ordered import ordered_map
+from vllm_delta_snapshot.store.config import StoreConfig
+from vllm_delta_snapshot.store.keys import Prefix
+from vllm_delta_snapshot.store.parts import parts_of
+from vllm_delta_snapshot.store.s3_client import make_client, reported
+
+__all__ = ["S3Store"]
+
+
+class S3Store:
+    """See the module and `Store`.
+
+    Args:
+        bucket: its name.
+        prefix: the run's folder in it.
+        config: how it is reached.
+        single_writer: create without a condition, where the store knows none: then two writers cannot be told apart.
+
+    Raises:
+        CompatibilityError: boto3 is not installed.
+    """
+
+    def __init__(self, bucket: str, prefix: str, config: StoreConfig, *, single_writer: bool = False) -> None:
+        self._bucket = bucket
+        self._prefix = Prefix(prefix)
+        self._config = config
+        self._single_writer = single_writer
+        self._client = make_client(config)
+        self.uri = f"s3://{bucket}/{prefix.strip('/')}".rstrip("/")
+        self.concurrency = config.concurrency
+
+    def create(self, key: str, data: bytes) -> None:
+        """See `Store.create`."""
+        name = self._prefix.of(key)
+        if self._single_writer and self._exists(key):
+            raise ObjectExists("object exists", file=self._where(key))
+        condition = {} if self._single_writer else {"IfNoneMatch": "*"}
+        with self._reported(key):
+            self._client.put_object(Bucket=self._bucket, Key=name, Body=data, **condition)
+
+    def put(self, key: str, chunks: Iterable[memoryview]) -> int:
+        """See `Store.put`. Memory: `part_bytes` times `concurrency`."""
+        name = self._prefix.of(key)
+        if self._exists(key):
+            raise ObjectExists("object exists", file=self._where(key))
+        parts = parts_of(chunks, self._config.part_bytes)
+        first = next(parts)
+        second = next(parts, None)
+        if second is None:
+            with self._reported(key):
+                self._client.put_object(Bucket=self._bucket, Key=name, Body=first)
+            num_bytes = len(first)
+        else:
+            num_bytes = self._put_parts(key, name, _chained(first, second, parts))
+        found = self.size(key)
+        if found != num_bytes:
+            raise StoreError("object has another size than was written", file=self._where(key), found=found)
+        return num_bytes
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        """See `Store.read`."""
+        with self._reported(key):
+            answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix.of(key))
+            with contextlib.closing(answer["Body"]) as body:
+                size = int(answer["ContentLength"])
+                if size > max_bytes:
+                    raise LimitExceeded(
+                        "object too large", file=self._where(key), expected=f"at most {max_bytes} bytes", found=size
+                    )
+                data = bytes(body.read())
+        if len(data) != size:
+            raise self._cut_off(key, size, len(data))
+        return data
+
+    def size(self, key: str) -> int:
+        """See `Store.size`."""
+        with self._reported(key):
+            return int(self._client.head_object(Bucket=self._bucket, Key=self._prefix.of(key))["ContentLength"])
+
+    def read_range(self, key: str, offset: int, into: memoryview) -> int:
+        """See `Store.read_range`."""
+        if not len(into):
+            self._prefix.of(key)
+            return 0
+        wanted = f"bytes={offset}-{offset + len(into) - 1}"
+        try:
+            with self._reported(key):
+                answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix.of(key), Range=wanted)
+                with contextlib.closing(answer["Body"]) as body:
+                    return self._read_into(key, answer, body, offset, into)
+        except _PastTheEnd:
+            return 0
+
+    def list(self, folder: str) -> list[str]:
+        """See `Store.list`."""
+        inside = self._prefix.of_folder(folder)
+        objects: list[str] = []
+        folders: list[str] = []
+        with self._reported(folder or "."):
+            pages = self._client.get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self._bucket, Prefix=inside, Delimiter="/"):
+                objects += [entry["Key"] for entry in page.get("Contents", ())]
+                folders += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
+        return Prefix.names(inside, objects, folders)
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        with contextlib.suppress(ObjectNotFound), self._reported(key):
+            self._client.delete_object(Bucket=self._bucket, Key=self._prefix.of(key))
+
+    def check_exclusive_create(self) -> None:
+        """See `Store.check_exclusive_create`."""
+        if self._single_writer:
+            return
+        key = f".probe-{uuid.uuid4().hex}"
+        try:
+            self.create(key, b"first")
+            try:
+                self.create(key, b"second")
+            except ObjectExists:
+                return
+            raise ExclusiveCreateUnsupported(
+                "this store lets two writers create the same object, so two trainers could not be told apart",
+                file=self.uri,
+                found="PutObject with If-None-Match: * replaced an object",
+                hint="Use another store, or pass single_writer=True if only one trainer will ever write here.",
+            )
+        finally:
+            with contextlib.suppress(StoreError):
+                self.delete(key)
+
+    def sweep(self, *, older_than_s: float) -> int:
+        """Abort uploads under this prefix that were begun long ago and never ended: they cost and are never seen.
+
+        Returns:
+            How many there were.
+
+        Raises:
+            StoreError, StoreUnavailable: they cannot be listed or aborted.
+        """
+        until = datetime.now(UTC) - timedelta(seconds=older_than_s)
+        swept = 0
+        with self._reported("."):
+            pages = self._client.get_paginator("list_multipart_uploads")
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix.of_folder("")):
+                for upload in page.get("Uploads", ()):
+                    if upload["Initiated"] <= until:
+                        self._abort(upload["Key"], upload["UploadId"])
+                        swept += 1
+        return swept
+
+    def _put_parts(self, key: str, name: str, parts: Iterator[bytes]) -> int:
+        with self._reported(key):
+            upload = self._client.create_multipart_upload(Bucket=self._bucket, Key=name)["UploadId"]
+        try:
+            with ThreadPoolExecutor(self._config.concurrency) as pool, self._reported(key):
+                sent = list(
+                    ordered_map(
+                        lambda item: self._put_part(name, upload, *item),
+                        enumerate(parts, start=1),
+                        pool,
+                        ahead=self._config.concurrency,
+                    )
+                )
+                self._client.complete_multipart_upload(
+                    Bucket=self._bucket,
+                    Key=name,
+                    UploadId=upload,
+                    MultipartUpload={"Parts": [part for part, _ in sent]},
+                )
+        except BaseException:
+            with contextlib.suppress(Exception):  # `sweep` does it another time
+                self._abort(name, upload)
+            raise
+        return sum(size for _, size in sent)
+
+    def _put_part(self, name: str, upload: str, number: int, data: bytes) -> tuple[dict[str, Any], int]:
+        answer = self._client.upload_part(Bucket=self._bucket, Key=name, UploadId=upload, PartNumber=number, Body=data)
+        checksums = {field: value for field, value in answer.items() if field.startswith("Checksum") and value}
+        checksums.pop("ChecksumType", None)
+        return {"PartNumber": number, "ETag": answer["ETag"], **checksums}, len(data)
+
+    def _abort(self, name: str, upload: str) -> None:
+        self._client.abort_multipart_upload(Bucket=self._bucket, Key=name, UploadId=upload)
+
+    def _read_into(self, key: str, answer: Mapping[str, Any], body: Any, offset: int, into: memoryview) -> int:
+        """Fill `into` with what the store says that it sends, and see that it did."""
+        expected = int(answer["ContentLength"])
+        total = _total_of(answer, offset, expected)
+        if expected != min(len(into), total - offset):
+            raise self._cut_off(key, min(len(into), total - offset), expected)
+        target = into.cast("B")
+        done = 0
+        while done < expected:
+            data = body.read(min(1 << 20, expected - done))
+            if not data:
+                raise self._cut_off(key, expected, done)
+            target[done : done + len(data)] = data
+            done += len(data)
+        return done
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except ObjectNotFound:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _reported(self, key: str) -> Iterator[None]:
+        with reported(self._where(key), self._bucket, past_the_end=_PastTheEnd):
+            yield
+
+    def _where(self, key: str) -> str:
+        return f"{self.uri}/{key}"
+
+    def _cut_off(self, key: str, expected: int, found: int) -> StoreUnavailable:
+        return StoreUnavailable(
+            "an answer is cut off", file=self._where(key), expected=f"{expected} bytes", found=f"{found} bytes"
+        )
+
+
+class _PastTheEnd(Exception):
+    """A range begins at or after the end of an object."""
+
+
+def _total_of(answer: Mapping[str, Any], offset: int, length: int) -> int:
+    """Return the size of the whole object, from the answer to a ranged request; some stores send all for all."""
+    _, _, total = str(answer.get("ContentRange", "")).rpartition("/")
+    return int(total) if total.isdigit() else offset + length
+
+
+def _chained(first: bytes, second: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield second
+    yield from rest
