@@ -19,7 +19,8 @@ __all__ = ["machine", "progress", "update_coefficients", "write_section"]
 _REPORT = Path(__file__).parent.parent / "docs" / "performance.md"
 _COEFFICIENTS = Path(__file__).parent.parent / "vllm_delta_snapshot" / "coefficients.json"
 _HEAD = (
-    "# Performance\n\nWritten by `make bench`; do not edit. Read the ratios: seconds are those of one small machine.\n"
+    "# Performance\n\nThe tables are written by `make bench`; do not edit them. Read the ratios: seconds are those of one small"
+    " machine.\n"
 )
 
 

@@ -58,7 +58,7 @@ class DeltaPublisher:
     Args:
         model_or_source: a module, a mapping or re-iterable of (checkpoint name, full tensor), a function that returns
             one, or a `ParameterSource`.
-        sync_dir: the run's folder: ``/path`` or ``file:///path``.
+        sync_dir: the run's folder: ``/path``, ``s3://bucket/prefix`` or ``gs://bucket/prefix``.
         base: the checkpoint that trainer and engines start from, a local folder with safetensors files.
         encoding: how changes are written: ``auto`` (the smallest for each tensor), ``absolute`` (the smallest that
             needs no old values), or the name of one encoding, which is forced; ``raw`` is what OpenRL reads. By default

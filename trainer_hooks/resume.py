@@ -8,9 +8,11 @@ numbers go on after the newest version: no change is lost, no number used twice.
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from trainer_hooks.baseline import Baseline
 from vllm_delta_snapshot.checkpoint import Checkpoint
@@ -20,6 +22,7 @@ from vllm_delta_snapshot.errors import (
     ObjectExists,
     ObjectNotFound,
     RunMismatch,
+    StoreError,
     UnsupportedFormat,
     VerifyError,
 )
@@ -31,8 +34,13 @@ from vllm_delta_snapshot.format.wire import SpecEntry
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.replay import opened_version, plan_from_base
 from vllm_delta_snapshot.stage.resolve import resolve_all
+from vllm_delta_snapshot.store.base import Store, SweepsUploads
 
 __all__ = ["PublishedState", "open_run", "policy_of"]
+
+logger = logging.getLogger(__name__)
+
+_CUT_OFF_S: Final = 86400.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,10 +88,24 @@ def open_run(folder: RunFolder, base: Checkpoint, policy: str | None = None) -> 
             found=f"{policy}: {' '.join(wanted)}",
             hint="Leave the encoding out, or give the run a sync_dir of its own.",
         )
+    _sweep(folder.store)
     baseline = Baseline(base)
     newest = max(folder.versions(), default=0)
     digest = _replay(folder, baseline, run, newest)
     return PublishedState(run, newest, digest, baseline)
+
+
+def _sweep(store: Store) -> None:
+    """Abort uploads of this run that were cut off, a day ago or more: nobody will end those."""
+    if not isinstance(store, SweepsUploads):
+        return
+    try:
+        swept = store.sweep(older_than_s=_CUT_OFF_S)
+    except StoreError as error:
+        logger.warning("cannot look for uploads that were cut off: %s", error)
+    else:
+        if swept:
+            logger.info("aborted uploads that were cut off: %d", swept)
 
 
 def policy_of(encodings: Sequence[str]) -> str:

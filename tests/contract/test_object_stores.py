@@ -6,6 +6,7 @@ import random
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,6 @@ from vllm_delta_snapshot.stage.stager import Stager
 from vllm_delta_snapshot.store import Store, StoreConfig, open_store
 from vllm_delta_snapshot.store.s3 import S3Store
 from vllm_delta_snapshot.verify_run import verify_run
-
 
 pytestmark = pytest.mark.servers
 
@@ -89,6 +89,18 @@ class TestObjectStores(StoreContract):
         assert store.list("a") == []
         if isinstance(store, S3Store):
             assert store.sweep(older_than_s=-60) == 0
+
+    def test_upload_that_was_cut_off_is_swept_once_it_is_old(self, store: Store):
+        if not isinstance(store, S3Store):
+            return  # GCS forgets them by itself
+        for key in ("deltas/one", "deltas/two"):
+            store._client.create_multipart_upload(Bucket=store._bucket, Key=store._prefix.of(key))
+        store._client.create_multipart_upload(Bucket=store._bucket, Key="another-run/three")
+        uploads = store._client.list_multipart_uploads(Bucket=store._bucket)["Uploads"]
+        if all(datetime.now(UTC) - upload["Initiated"] < timedelta(hours=1) for upload in uploads):  # moto: never
+            assert store.sweep(older_than_s=3600) == 0
+        assert store.sweep(older_than_s=-60) == 2
+        assert store.sweep(older_than_s=-60) == 0
 
     def test_run_is_published_followed_verified_resumed_and_materialized(
         self, server: ObjectServer, bucket: str, prefix: str, store: Store, tmp_path: Path

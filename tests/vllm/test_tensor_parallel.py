@@ -10,6 +10,7 @@ import torch
 from tests.support.digests import unchanged
 from tests.support.engines import PROMPTS
 from tests.support.server import greedy, server
+from tests.support.stagers import area_in, downloads, the_stager
 from tests.support.tiny_models import make_model, train_step
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.drive import ServerError, sync_server
@@ -46,3 +47,6 @@ def test_two_workers_take_versions_exactly_and_refuse_together(tmp_path: Path) -
         assert client.checksums() == before[0]
         assert [greedy(client, list(prompt), 16) for prompt in PROMPTS] == before[1]
         assert client.weight_version() == "2"
+        area = area_in(tmp_path / "stage")
+        assert the_stager(area)
+    assert downloads(area) == [1, 2]  # one for both workers

@@ -27,6 +27,8 @@ __all__ = ["FollowConfig", "FollowState", "Follower", "Observer"]
 logger = logging.getLogger(__name__)
 
 _LONGEST_RETRY_S: Final = 30.0
+_LONGEST_SILENCE_S: Final = 3.0
+"""To ask whether a server is back costs nothing."""
 _STAGE_SLICE_S: Final = 1.0
 """For so long it waits for a version to be staged before it looks again whether it has to stop."""
 
@@ -253,10 +255,12 @@ class Follower:
 
     def _fail(self, error: DeltaSnapshotError) -> None:
         logger.warning("server=%s version=%s: %s", self._client.url, self.state.applied, error)
-        self._wait_s = min(_LONGEST_RETRY_S, max(self.config.retry_interval_s, 2 * self._wait_s))
+        is_silent = isinstance(error, ServerError) and error.status is None
+        longest = _LONGEST_SILENCE_S if is_silent else _LONGEST_RETRY_S
+        self._wait_s = min(longest, max(self.config.retry_interval_s, 2 * self._wait_s))
         self._set(error=error, failures=self.state.failures + 1)
-        if isinstance(error, ServerError) and error.status is None:
-            self._set(looked_at=None)  # it does not answer, so it is not ready
+        if is_silent:
+            self._set(looked_at=None)  # so it is not ready
         if self._observer is not None:
             self._observer.failed(error)
 

@@ -8,9 +8,9 @@ renames. Every verb blocks. Adapters are safe to use from several threads.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-__all__ = ["Store"]
+__all__ = ["Store", "SweepsUploads"]
 
 
 class Store(Protocol):
@@ -104,5 +104,18 @@ class Store(Protocol):
         Raises:
             ExclusiveCreateUnsupported: it does not.
             StoreError, StoreUnavailable: the store cannot be written at all.
+        """
+        ...
+
+
+@runtime_checkable
+class SweepsUploads(Protocol):
+    """A store in which uploads that were cut off stay behind, unseen."""
+
+    def sweep(self, *, older_than_s: float) -> int:
+        """Abort uploads under this store's prefix that were begun so long ago; return how many there were.
+
+        Raises:
+            StoreError, StoreUnavailable: they cannot be listed or aborted.
         """
         ...
