@@ -36,7 +36,7 @@ LEARNING_RATES = {1e-6: 2, 1e-5: 3, 3e-6: 20}
 TIMED = (0, 2)
 """Which of the recorded steps are timed: the first one changes more than those that follow."""
 DENSITIES = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3]
-REPETITIONS = 5
+REPETITIONS = 3
 
 RL, SPARSE = (0.01, 0.02), (0.0, 0.005)
 """Densities of recorded steps that stand for reinforcement learning, and for a sparser one."""

@@ -76,6 +76,7 @@ def main() -> int:
         folder = Path(temporary)
         os.environ["DELTA_SNAPSHOT_STAGE_DIR"] = str(folder / "stage")
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0"
+        os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
         trainer = _Trainer(folder)
         with _Server(folder / "base", folder / "server.log") as server:
             server.client.init(sync_dir=str(trainer.sync_dir), init_timeout_s=600)
@@ -99,18 +100,18 @@ def _measure(client: ServerClient, trainer: _Trainer, folder: Path) -> dict[str,
                 progress(f"repetition {repetition + 1}/{REPETITIONS}: {way}")
                 before = stream.window(WINDOW_S)
                 if way == "process":
-                    work_s = trainer.reveal_and_wait(folder / "stage")
+                    span = trainer.reveal_and_wait(folder / "stage")
                 else:
-                    work_s = _stage_in_worker(client, way, first_copy, trainer, folder / f"{way}-{repetition}")
-                during = stream.since(work_s)
+                    span = _stage_in_worker(client, way, first_copy, trainer, folder / f"{way}-{repetition}")
+                during = stream.between(*span)
                 rates[way].append(during.rate / before.rate)
                 rates["undisturbed"].append(stream.window(WINDOW_S).rate / before.rate)
                 gaps[way].append(during.longest_gap)
                 gaps["undisturbed"].append(before.longest_gap)
-                seconds[way].append(work_s)
+                seconds[way].append(span[1] - span[0])
             started = time.perf_counter()
             pauses.append(sync_server(client, trainer.version).pause_s)
-            gaps["applying"].append(stream.since(time.perf_counter() - started).longest_gap)
+            gaps["applying"].append(stream.between(started, time.perf_counter()).longest_gap)
     verify_server(client, trainer.version)
     return {
         "token_rate_while_staging": _median(rates["process"]),
@@ -128,7 +129,8 @@ def _measure(client: ServerClient, trainer: _Trainer, folder: Path) -> dict[str,
     }
 
 
-def _stage_in_worker(client: ServerClient, way: str, copy: Path, trainer: _Trainer, root: Path) -> float:
+def _stage_in_worker(client: ServerClient, way: str, copy: Path, trainer: _Trainer, root: Path) -> tuple[float, float]:
+    """Stage in the server's worker; return when that began and ended."""
     arguments = {"sync_dir": str(copy), "checkpoint": str(trainer.base), "root": str(root)}
     _call(client, "ready_stager", **arguments)
     time.sleep(1.0)  # past the gap that making it has cost
@@ -140,9 +142,9 @@ def _stage_in_worker(client: ServerClient, way: str, copy: Path, trainer: _Train
         [area] = root.iterdir()
         while not _is_staged(area):
             time.sleep(0.01)
-    seconds = time.perf_counter() - started
+    ended = time.perf_counter()
     shutil.rmtree(root)
-    return seconds
+    return started, ended
 
 
 def _call(client: ServerClient, method: str, **arguments: str) -> None:
@@ -194,16 +196,21 @@ class _Trainer:
                 shutil.copy(hidden, copy / "versions" / record.name)
         return copy or self.sync_dir
 
-    def reveal_and_wait(self, root: Path) -> float:
-        """Reveal what is hidden, and return how many seconds the stager took to have it mapped."""
+    def reveal_and_wait(self, root: Path) -> tuple[float, float]:
+        """Reveal what is hidden; return when, and when the stager had it mapped."""
         started = time.perf_counter()
-        for hidden, record in reversed(self._hidden):  # the first one last: the stager sees all or nothing
-            hidden.rename(record)
+        seen = self.sync_dir / "versions"
+        complete = shutil.copytree(seen, self.sync_dir / "versions.all")
+        for hidden, record in self._hidden:
+            hidden.rename(complete / record.name)
         self._hidden.clear()
+        seen.rename(self.sync_dir / "versions.old")
+        complete.rename(seen)  # the stager sees none or all
+        shutil.rmtree(self.sync_dir / "versions.old")
         [area] = root.iterdir()
         while not _is_staged(area, self.version):
             time.sleep(0.01)
-        return time.perf_counter() - started
+        return started, time.perf_counter()
 
 
 class _Server(VllmServer):
@@ -245,16 +252,15 @@ class _Stream:
 
     def window(self, seconds: float) -> _Window:
         """Wait, and return what came meanwhile."""
+        started = time.perf_counter()
         time.sleep(seconds)
-        return self.since(seconds)
+        return self.between(started, time.perf_counter())
 
-    def since(self, seconds: float) -> _Window:
-        """Return what came in the last seconds."""
-        ended = time.perf_counter()
+    def between(self, started: float, ended: float) -> _Window:
+        """Return what came meanwhile."""
         if not self._thread.is_alive():
             raise RuntimeError("the stream ended before the measurement did")
-        started = ended - seconds
-        return _Window([moment for moment in list(self._times) if moment >= started], started, ended)
+        return _Window([moment for moment in list(self._times) if started <= moment <= ended], started, ended)
 
     def _read(self) -> None:
         body = {

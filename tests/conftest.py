@@ -1,5 +1,6 @@
 """What every test shares: one hypothesis profile, the same examples on every machine."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -29,3 +30,14 @@ def ram_path(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="delta-snapshot-tests-", dir=shared) as folder:
         yield Path(folder)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what stays until the end: modules, and thousands of tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let libraries clean up after themselves."""
+    gc.unfreeze()

@@ -93,13 +93,12 @@ BLOCKS: dict[str, list[tuple[TensorSpec, Sequence[int]]]] = {
 }
 
 
-def blocks() -> Iterator[tuple[str, Encoding, list[Change]]]:
-    """Yield every block with every encoding that can write it."""
-    for encoding in ENCODINGS.values():
-        for name, rows in ({name: [row] for name, row in TENSORS.items()} | BLOCKS).items():
-            changes = [change_at(encoding, *row) for row in rows]
-            if takes(encoding, changes):
-                yield f"{encoding.name}-{name}", encoding, changes
+def blocks(encoding: Encoding) -> Iterator[tuple[str, list[Change]]]:
+    """Yield every block that an encoding can write."""
+    for name, rows in ({name: [row] for name, row in TENSORS.items()} | BLOCKS).items():
+        changes = [change_at(encoding, *row) for row in rows]
+        if takes(encoding, changes):
+            yield name, changes
 
 
 @every_encoding
@@ -109,28 +108,30 @@ def test_any_block_comes_back_bit_for_bit(encoding: Encoding, data: st.DataObjec
     assert_same_changes(round_trip(encoding, changes), changes)
 
 
-@pytest.mark.parametrize(("encoding", "changes"), [pytest.param(*block, id=name) for name, *block in blocks()])
-def test_block_at_the_borders_comes_back(encoding: Encoding, changes: list[Change]):
-    found = round_trip(encoding, changes)
-    assert_same_changes(found, changes)
-    assert [change.positions.dtype for change in found] == [position_dtype(change.spec.numel) for change in changes]
+@every_encoding
+def test_blocks_at_the_borders_come_back(encoding: Encoding):
+    for name, changes in blocks(encoding):
+        found = round_trip(encoding, changes)
+        assert_same_changes(found, changes)
+        dtypes = [position_dtype(change.spec.numel) for change in changes]
+        assert [change.positions.dtype for change in found] == dtypes, name
 
 
 @every_encoding
-@pytest.mark.parametrize("code", ALL_CODES)
-def test_every_special_pattern_comes_back_bit_for_bit(encoding: Encoding, code: str):
-    bits = special_bits(code)
-    apart = 1 if is_dense(encoding) else 3
-    positions = np.arange(bits.size, dtype=np.int32) * apart
-    change = of_kind(encoding, TensorPatch(TensorSpec("w", (apart * bits.size,), code), positions, bits))
-    assert_same_changes(round_trip(encoding, [change]), [change])
+def test_every_special_pattern_of_every_type_comes_back_bit_for_bit(encoding: Encoding):
+    for code in ALL_CODES:
+        bits = special_bits(code)
+        apart = 1 if is_dense(encoding) else 3
+        positions = np.arange(bits.size, dtype=np.int32) * apart
+        change = of_kind(encoding, TensorPatch(TensorSpec("w", (apart * bits.size,), code), positions, bits))
+        assert_same_changes(round_trip(encoding, [change]), [change])
 
 
 @every_encoding
-@pytest.mark.parametrize("code", ALL_CODES)
-def test_tensor_changed_everywhere_comes_back(encoding: Encoding, code: str):
-    change = change_at(encoding, TensorSpec("w", (7, 11), code), range(77))
-    assert_same_changes(round_trip(encoding, [change]), [change])
+def test_tensor_of_any_type_changed_everywhere_comes_back(encoding: Encoding):
+    for code in ALL_CODES:
+        change = change_at(encoding, TensorSpec("w", (7, 11), code), range(77))
+        assert_same_changes(round_trip(encoding, [change]), [change])
 
 
 @pytest.mark.parametrize("spec", [FAR, LAST_INT32, PAST_2_TO_32], ids=["far", "2**31", "2**33"])
@@ -225,13 +226,13 @@ def test_no_parts_are_refused(encoding: Encoding):
 
 
 @every_encoding
-@pytest.mark.parametrize("off", [-100, -1, 1, 2**40, 2**62])
-def test_wrong_count_in_metadata_is_refused(encoding: Encoding, off: int):
+def test_wrong_count_in_metadata_is_refused(encoding: Encoding):
     stated, parts = encoded(encoding)
     for place, item in enumerate(stated):
-        wrong = [*stated]
-        wrong[place] = Stated(item.spec, item.changed + off)
-        refusal(encoding, wrong, parts)
+        for off in (-100, -1, 1, 2**40, 2**62):
+            wrong = [*stated]
+            wrong[place] = Stated(item.spec, item.changed + off)
+            refusal(encoding, wrong, parts)
 
 
 @every_joint_encoding
@@ -259,11 +260,11 @@ def test_position_that_falls_into_the_next_tensor_is_refused(encoding: Encoding)
 
 
 @every_encoding
-@pytest.mark.parametrize("kept", [0, 1, -1])
-def test_part_that_is_cut_is_refused(encoding: Encoding, kept: int):
+def test_part_that_is_cut_is_refused(encoding: Encoding):
     stated, parts = encoded(encoding)
     for name, (code, array) in parts.items():
-        refusal(encoding, stated, parts | {name: (code, array[:kept])})
+        for kept in (0, 1, -1):
+            refusal(encoding, stated, parts | {name: (code, array[:kept])})
 
 
 @every_encoding
@@ -290,10 +291,10 @@ def test_block_of_a_smaller_tensor_is_refused(encoding: Encoding):
 
 
 @every_encoding
-@pytest.mark.parametrize("code", ["U8", "F32", "F64"])
-def test_block_of_another_width_is_refused(encoding: Encoding, code: str):
+def test_block_of_another_width_is_refused(encoding: Encoding):
     stated, parts = encoded(encoding)
-    refusal(encoding, [Stated(TensorSpec(s.spec.name, s.spec.shape, code), s.changed) for s in stated], parts)
+    for code in ("U8", "F32", "F64"):
+        refusal(encoding, [Stated(TensorSpec(s.spec.name, s.spec.shape, code), s.changed) for s in stated], parts)
 
 
 @every_encoding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import uuid
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.contract.store_contract import StoreContract
 from tests.support.checkpoints import write_checkpoint
@@ -19,6 +21,7 @@ from tests.support.tensors import apply_by_hand
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.acks import Acknowledger
 from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.cli.app import app
 from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.errors import ExclusiveCreateUnsupported, ObjectNotFound, StoreError, StoreUnavailable
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
@@ -120,6 +123,22 @@ class TestObjectStores(StoreContract):
         assert (verified.is_ok, verified.versions, verified.leftovers) == (True, 3, [])
         materialize(folder, Checkpoint(base), 3, tmp_path / "three")
         assert_same_state(state_of(tmp_path / "three"), run.history[3])
+        for args in (
+            ("inspect", store.uri),
+            ("inspect", f"{store.uri}@2"),
+            ("log", store.uri),
+            ("verify", store.uri),
+            ("materialize", f"{store.uri}@1", str(tmp_path / "one")),
+            ("doctor", "--sync-dir", store.uri),
+        ):
+            done = CliRunner().invoke(app, [*args, "--json"])
+            assert done.exit_code == 0 or args[0] == "doctor", done.output  # whether vLLM is here is not asked
+            answer = json.loads(done.stdout)
+            if args[0] == "doctor":
+                assert {check["name"]: check["ok"] for check in answer["checks"]}["exclusive create"]
+            else:
+                assert answer["ok"]
+        assert_same_state(state_of(tmp_path / "one"), run.history[1])
         area = StageArea.of(tmp_path / "stage", StagerConfig(sync_dir=store.uri, checkpoint=str(base)))
         worker = Attachment(area)
         stager = Stager(area)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.support.strategies import bits_for, patches_for
+from tests.support.strategies import bits_for, patches_for, seeds
 from tests.support.tensors import apply_by_hand, patch_of
 from tests.support.wire import METADATA
 from vllm_delta_snapshot.dtypes import Bits
@@ -35,7 +35,7 @@ def differences_for(draw: st.DrawFn, spec: TensorSpec, *, may_be_mixed: bool = T
     positions = draw(patches_for(spec)).positions
     wide = TensorSpec("moves", (positions.size,), f"U{8 * spec.element.itemsize}")
     values = draw(st.one_of(bits_for(wide, positions.size), st.just(np.ones(positions.size, wide.element.bits))))
-    mask = np.array(draw(st.lists(st.booleans(), min_size=positions.size, max_size=positions.size)), np.bool_)
+    mask = np.random.default_rng(draw(seeds)).random(positions.size) < draw(st.sampled_from([0.0, 0.5, 1.0]))
     return TensorDifference(spec, positions, values, mask if may_be_mixed and mask.any() else None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,16 @@ def documented_fields(row: str) -> set[str]:
     return set(re.findall(r"`([a-z_0-9]+)`", cell))
 
 
-def fields_of(value: Any) -> set[str]:
-    """Return the fields of an object and of the members of its lists; what a user may name (metrics) is left out."""
+def fields_of(value: Any, *, into: Collection[str] = ()) -> set[str]:
+    """Return the fields of an object and of the members of its lists; what a user may name (metrics) is left out.
+
+    Args:
+        value: the object.
+        into: the names of members that are objects, whose fields are returned too.
+    """
     if isinstance(value, list):
-        return set().union(*map(fields_of, value))
+        return set().union(*(fields_of(member, into=into) for member in value))
     if not isinstance(value, dict):
         return set()
-    lists = (member for member in value.values() if isinstance(member, list))
-    return set(value).union(*map(fields_of, lists))
+    members = (member for name, member in value.items() if isinstance(member, list) or name in into)
+    return set(value).union(*(fields_of(member, into=into) for member in members))

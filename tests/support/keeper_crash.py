@@ -1,6 +1,6 @@
 """Stagers killed while they bring a mirror along a run: ``python -m tests.support.keeper_crash RUN BASE AREA``.
 
-Forks one process for every eighth moment of death. AREA is a stage area whose mirror is at version 1; its copies are
+Forks one process for every eleventh moment of death. AREA is a stage area whose mirror is at version 1; its copies are
 brought to version 3. Prints the areas that the dead left as JSON.
 """
 
@@ -34,12 +34,12 @@ def keep(sync_dir: Path, base: Path, area: StageArea, version: int) -> None:
 
 
 def main(sync_dir: Path, base: Path, area: Path) -> list[str]:
-    """Kill what brings copies of the mirror to version 3, once before every eighth line."""
+    """Kill what brings copies of the mirror to version 3, once before every eleventh line."""
 
     def forward(folder: Path) -> None:
         keep(sync_dir, base, StageArea(folder), 3)
 
-    return killed_at_lines(forward, copier(area), area.parent / "dead", every=8)
+    return killed_at_lines(forward, copier(area), area.parent / "dead", every=11)
 
 
 if __name__ == "__main__":

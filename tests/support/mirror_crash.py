@@ -122,9 +122,11 @@ def main(base: Path, large: Path, steps: Path, work: Path) -> dict[str, list[str
         small.take(reopened(folder))
 
     return {
-        "create": killed_at_lines(lambda f: mirror_of(base, f / "mirror"), lambda f: f.mkdir(parents=True), work / "c"),
-        "advance": killed_at_lines(advance, copier(work / "clean"), work / "a"),
-        "finish": killed_at_lines(advance, copier(work / "torn"), work / "f"),
+        "create": killed_at_lines(
+            lambda f: mirror_of(base, f / "mirror"), lambda f: f.mkdir(parents=True), work / "c", every=3
+        ),
+        "advance": killed_at_lines(advance, copier(work / "clean"), work / "a", every=2),
+        "finish": killed_at_lines(advance, copier(work / "torn"), work / "f", every=2),
         "large": killed_at_times(lambda f: big.take(reopened(f)), copier(work / "large"), work / "t"),
     }
 

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.support.tensors import special_bits
-from vllm_delta_snapshot.dtypes import ALL_CODES, Bits, dtype_of
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec, position_dtype
+from vllm_delta_snapshot.dtypes import ALL_CODES, Bits
+from vllm_delta_snapshot.types import Positions, TensorPatch, TensorSpec, position_dtype
 
 codes = st.sampled_from(ALL_CODES)
 shapes = st.one_of(
@@ -22,23 +22,34 @@ shapes = st.one_of(
 specs = st.builds(TensorSpec, st.sampled_from(["w", "model.layers.0.w", "é"]), shapes, codes)
 
 
+seeds = st.integers(0, 2**32 - 1)
+"""Where values come from: drawing each of them takes far longer than what is tested."""
+
+
 @cache
-def _patterns(code: str) -> st.SearchStrategy[int]:
-    """Return what draws special bit patterns of a type and any others; made once, which takes longer than a draw."""
-    top = 1 if code == "BOOL" else (1 << (8 * dtype_of(code).itemsize)) - 1
-    return st.one_of(st.sampled_from(special_bits(code).tolist()), st.integers(0, top))
+def _special(code: str) -> Bits:
+    return special_bits(code)
 
 
-@st.composite
-def bits_for(draw: st.DrawFn, spec: TensorSpec, count: int) -> Bits:
+def _bits(spec: TensorSpec, count: int, seed: int) -> Bits:
+    rng = np.random.default_rng(seed)
+    top = 1 if spec.dtype == "BOOL" else (1 << (8 * spec.element.itemsize)) - 1
+    anything = rng.integers(0, top, count, spec.element.bits, endpoint=True)
+    return np.where(rng.random(count) < 0.5, rng.choice(_special(spec.dtype), count), anything)
+
+
+def _positions(spec: TensorSpec, share: float, seed: int) -> Positions:
+    is_in = np.random.default_rng(seed).random(spec.numel) < share
+    return np.flatnonzero(is_in).astype(position_dtype(spec.numel))
+
+
+def bits_for(spec: TensorSpec, count: int) -> st.SearchStrategy[Bits]:
     """Draw `count` bit patterns for a tensor: special ones and any others."""
-    patterns = st.lists(_patterns(spec.dtype), min_size=count, max_size=count)
-    return np.array(draw(patterns), dtype=spec.element.bits)
+    return st.builds(_bits, st.just(spec), st.just(count), seeds)
 
 
 @st.composite
 def patches_for(draw: st.DrawFn, spec: TensorSpec) -> TensorPatch:
     """Draw a patch of a (small) tensor: none, some or all of its elements."""
-    positions = sorted(draw(st.sets(st.integers(0, spec.numel - 1)))) if spec.numel else []
-    values = draw(bits_for(spec, len(positions)))
-    return TensorPatch(spec, np.array(positions, dtype=position_dtype(spec.numel)), values)
+    positions = _positions(spec, draw(st.sampled_from([0.0, 0.05, 0.3, 0.8, 1.0])), draw(seeds))
+    return TensorPatch(spec, positions, draw(bits_for(spec, positions.size)))

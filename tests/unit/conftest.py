@@ -1,4 +1,4 @@
-"""Unit tests compare with numpy alone unless told otherwise: compiling the kernel takes longer than most of them."""
+"""Unit tests compare with numpy alone unless told otherwise, and wait for no disk: both take longer than most tests."""
 
 import os
 from collections.abc import Iterator
@@ -20,3 +20,11 @@ def _without_kernel() -> Iterator[None]:
         _load_kernel.cache_clear()
         yield
     _load_kernel.cache_clear()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _without_waiting_for_the_disk() -> Iterator[None]:
+    """Let files be synced in name only; tests/contract syncs them, and so do the processes that tests start."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", os.fstat)  # which fails where there is no such file too
+        yield

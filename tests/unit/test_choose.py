@@ -60,23 +60,21 @@ def test_every_choice_is_allowed_and_brings_the_new_values(
 
 
 @each_policy
-@pytest.mark.parametrize("kind", ["step", "replaced"])
-@pytest.mark.parametrize("share", [0.001, 0.02, 0.3, 1.0])
-def test_every_choice_for_a_large_tensor_brings_the_new_values(policy: str, kind: str, share: float):
+def test_every_choice_for_a_large_tensor_brings_the_new_values(policy: str):
     spec = TensorSpec("w", (200, 200), "BF16")
-    choose_for(policy, spec, *change(spec, share, kind))
+    for kind in ("step", "replaced"):
+        for share in (0.001, 0.02, 0.3, 1.0):
+            choose_for(policy, spec, *change(spec, share, kind))
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-@pytest.mark.parametrize("kind", ["step", "replaced"])
-@pytest.mark.parametrize("share", [0.002, 0.3, 1.0])
-def test_encoding_that_is_forced_is_chosen(name: str, kind: str, share: float):
-    if is_dense(encoding_of(name)):
-        share = 1.0
+def test_encoding_that_is_forced_is_chosen(name: str):
     spec = TensorSpec("w", (200, 200), "BF16")
-    chosen = choose(name, spec, *change(spec, share, kind))
-    assert chosen.encoding == name
-    assert isinstance(chosen.change, TensorDifference) == encoding_of(name).is_difference
+    for kind in ("step", "replaced"):
+        for share in (1.0,) if is_dense(encoding_of(name)) else (0.002, 0.3, 1.0):
+            chosen = choose(name, spec, *change(spec, share, kind))
+            assert chosen.encoding == name
+            assert isinstance(chosen.change, TensorDifference) == encoding_of(name).is_difference
 
 
 def test_dense_is_only_for_tensors_of_which_all_elements_change():
@@ -126,7 +124,7 @@ def test_tensor_that_becomes_one_value_is_written_as_it_is():
 
 
 @pytest.mark.parametrize("kind", ["step", "replaced"])
-@pytest.mark.parametrize("share", [0.002, 0.02, 0.1, 0.2, 0.9, 1.0])
+@pytest.mark.parametrize("share", [0.002, 0.1, 0.2, 1.0])
 @pytest.mark.parametrize("policy", ["auto", "absolute"])
 def test_choice_is_nearly_the_smallest_that_is_allowed(policy: str, kind: str, share: float):
     spec = TensorSpec("w", (300, 300), "BF16")

@@ -18,7 +18,7 @@ from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.store.posix import PosixStore
 
 COMMAND = Path(sys.executable).with_name("delta-snapshot")
-VERBS = ("inspect", "log", "verify", "doctor", "materialize", "export", "plan")
+VERBS = ("inspect", "log", "verify", "sync", "follow", "repair", "doctor", "materialize", "export", "plan")
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_store_that_is_unreachable_exits_with_3(
 @readers
 @forms
 def test_store_of_another_kind_is_wrong_usage(call: Callable, form: tuple[str, ...]):
-    outcome = Outcome(*call("s3://bucket/run"), *form)
+    outcome = Outcome(*call("ftp://host/run"), *form)
     assert "Mount the store as a folder" in outcome.assert_failed(2, "CompatibilityError")
     assert bool(outcome.stdout) == bool(form)
 

@@ -185,7 +185,7 @@ def test_good_run_adds_two_checks_and_is_not_touched(run: TinyRun):
 
 
 @pytest.mark.parametrize(
-    ("sync_dir", "said"), [("{tmp}/none", "Check sync_dir"), ("s3://bucket/run", "Mount the store as a folder")]
+    ("sync_dir", "said"), [("{tmp}/none", "Check sync_dir"), ("ftp://host/run", "Mount the store as a folder")]
 )
 def test_run_that_is_not_there_is_in_the_way(tmp_path: Path, sync_dir: str, said: str):
     checks = checks_of(Outcome("doctor", "--sync-dir", sync_dir.format(tmp=tmp_path), "--json"))

@@ -360,7 +360,7 @@ def test_export_with_wrong_arguments_is_wrong_usage(floats: FloatRun, openrl: li
 
 def test_store_of_another_kind_is_wrong_usage(pristine: SkyRLRun, tmp_path: Path):
     for args in (
-        ("verify", "s3://bucket/delta-1", pristine.delta(1), "--base", pristine.base),
-        ("export", "s3://bucket/run", tmp_path / "out"),
+        ("verify", "ftp://host/delta-1", pristine.delta(1), "--base", pristine.base),
+        ("export", "ftp://host/run", tmp_path / "out"),
     ):
         assert "Mount the store as a folder" in Outcome(*args).assert_failed(2, "CompatibilityError")

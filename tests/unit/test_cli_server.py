@@ -2,13 +2,12 @@
 
 import contextlib
 import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.cli import Outcome, documented_fields
-from tests.support.stub_server import StubServer
+from tests.support.stub_server import StubServer, answering
 
 DIFFERENT = (
     "live weights are not those of version 7: tensor model.layers.0.attn.weight, expected digest 01, found digest 02; "
@@ -20,15 +19,8 @@ forms = pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
 
 @pytest.fixture
 def server() -> Iterator[StubServer]:
-    stub = StubServer()
-    thread = threading.Thread(target=stub.http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with answering(StubServer()) as stub:
         yield stub
-    finally:
-        stub.http.shutdown()
-        thread.join()
-        stub.http.server_close()
 
 
 @pytest.fixture(autouse=True)

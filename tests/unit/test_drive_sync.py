@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.stub_server import StubServer
+from tests.support.stub_server import EngineStub, answering
 from vllm_delta_snapshot.drive import ServerClient, ServerError, sync_server
 from vllm_delta_snapshot.drive.sync import UNCERTAIN_LABEL
 from vllm_delta_snapshot.errors import ApplyError, WeightsUncertain
 
 
 @pytest.fixture
-def server() -> Iterator[StubServer]:
-    stub = StubServer()
-    for path in ("/pause?mode=keep", "/resume", "/reset_mm_cache", "/reset_encoder_cache", "/update_weight_version"):
-        stub.routes[path] = (200, {})
-    stub.routes["/reset_prefix_cache?reset_running_requests=false"] = (200, {"success": True})
-    thread = threading.Thread(target=stub.http.serve_forever, args=(0.01,))
-    thread.start()
-    yield stub
-    stub.http.shutdown()
-    thread.join()
-    stub.http.server_close()
+def server() -> Iterator[EngineStub]:
+    with answering(EngineStub()) as stub:
+        yield stub
 
 
 def failing(kinds: dict[str, str]) -> Any:
@@ -38,7 +29,7 @@ def failing(kinds: dict[str, str]) -> Any:
     return answer
 
 
-def test_server_that_cannot_undo_stays_paused_and_names_no_version(server: StubServer) -> None:
+def test_server_that_cannot_undo_stays_paused_and_names_no_version(server: EngineStub) -> None:
     kind = WeightsUncertain.__name__
     server.routes["/update_weights"] = failing({"apply": kind, "check": kind})
     with pytest.raises(ServerError) as caught:
@@ -48,7 +39,7 @@ def test_server_that_cannot_undo_stays_paused_and_names_no_version(server: StubS
     assert ("POST", "/update_weight_version", {"new_version": UNCERTAIN_LABEL}) in server.asked
 
 
-def test_server_that_undid_is_resumed_and_keeps_its_label(server: StubServer) -> None:
+def test_server_that_undid_is_resumed_and_keeps_its_label(server: EngineStub) -> None:
     server.routes["/update_weights"] = failing({"apply": ApplyError.__name__})
     with pytest.raises(ServerError) as caught:
         sync_server(ServerClient(server.url), 7)
@@ -58,7 +49,7 @@ def test_server_that_undid_is_resumed_and_keeps_its_label(server: StubServer) ->
 
 
 @pytest.mark.parametrize("is_meant", [False, True])
-def test_going_back_is_asked_for_only_when_it_is_meant(server: StubServer, is_meant: bool) -> None:
+def test_going_back_is_asked_for_only_when_it_is_meant(server: EngineStub, is_meant: bool) -> None:
     sync_server(ServerClient(server.url), 7, allow_rollback=is_meant)
     asked = [body["update_info"] for _, path, body in server.asked if path == "/update_weights"]
     assert [info["action"] for info in asked] == ["prepare", "apply"]

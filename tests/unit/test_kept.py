@@ -61,12 +61,12 @@ def kept_of(blocks: list[EncodedBlock], budget: int) -> KeptChanges:
     return kept
 
 
-@pytest.mark.parametrize("budget", [0, 1, 700, 5_000, 1 << 20])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_kept_changes_lead_to_the_new_weights_within_and_beyond_the_budget(policy: str, budget: int) -> None:
+def test_kept_changes_lead_to_the_new_weights_within_and_beyond_the_budget(policy: str) -> None:
     for share in (0.1, 1.0):
         items = items_of(share)
-        check(kept_of(blocks_of(policy, items), budget), items)
+        for budget in (0, 1, 700, 5_000, 1 << 20):
+            check(kept_of(blocks_of(policy, items), budget), items)
 
 
 @pytest.mark.parametrize("budget", [0, 64, 1 << 20])

@@ -318,7 +318,7 @@ def test_fold_takes_versions_one_by_one_and_holds_few_changes():
         for number in range(10):
             gc.collect()
             assert sum(ref() is not None for ref in alive) <= 3
-            patch = patch_of(SPEC, {position: number for position in range(10)})
+            patch = patch_of(SPEC, dict.fromkeys(range(10), number))
             alive.append(weakref.ref(patch.values))
             yield [patch]
 

@@ -19,7 +19,7 @@ from typing import IO
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -326,6 +326,7 @@ def test_mirror_object_of_another_process_is_brought_up_to_date(folder: Path, mi
     assert_at(folder, 2, second.after)
 
 
+@settings(max_examples=12)
 @given(data=st.data())
 def test_patches_forward_and_their_inverses_backward_give_the_base(data: st.DataObject):
     with tempfile.TemporaryDirectory(prefix="delta-snapshot-tests-", dir=RAM) as temporary:

@@ -119,8 +119,7 @@ def leave_torn(host: Host, run: TinyRun, base: int, version: int) -> None:
     tear(host.area.mirror, step_from(run.specs, before, patches, version))
 
 
-@pytest.mark.parametrize(("base", "version"), [(0, 1), (1, 3), (3, 1)])
-@pytest.mark.parametrize("target", [3, 2, 0])
+@pytest.mark.parametrize(("base", "version", "target"), [(0, 1, 3), (0, 1, 0), (1, 3, 3), (1, 3, 2), (3, 1, 0)])
 def test_torn_mirror_is_finished_and_then_goes_where_it_is_wanted(
     host: Host, run: TinyRun, base: int, version: int, target: int
 ) -> None:

@@ -52,7 +52,7 @@ def mapped(piece: Piece, positions: np.ndarray) -> dict[int, int]:
     return dict(zip(positions[selected].tolist(), index.tolist(), strict=True))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data())
 def test_segment_maps_as_brute_force_does(data: st.DataObject) -> None:
     source = data.draw(views())

@@ -17,10 +17,13 @@ from torch import nn
 from tests.support.checkpoints import TINY_SPECS, snapshot_of, tiny_tensors, write_checkpoint
 from tests.support.kernels import compiled
 from tests.support.runs import State, TinyTrainer, assert_same_state, make_run, replay
+from tests.support.stub_server import EngineStub, answering
 from tests.support.tensors import bits_of, random_bits
 from trainer_hooks import DeltaPublisher, IterableSource, ModuleSource, SourceItem
 from trainer_hooks.kept import KeptChanges
-from vllm_delta_snapshot.errors import CompatibilityError, DeltaSnapshotError, ObjectNotFound, SourceError
+from vllm_delta_snapshot.acks import Acknowledger
+from vllm_delta_snapshot.drive import DeltaSync
+from vllm_delta_snapshot.errors import CompatibilityError, DeltaSnapshotError, ObjectNotFound, SourceError, StageError
 from vllm_delta_snapshot.format.choose import POLICIES
 from vllm_delta_snapshot.format.encodings import encoding_of
 from vllm_delta_snapshot.run_folder import RunFolder
@@ -420,3 +423,43 @@ def test_all_special_bits_of_a_step_are_published(tmp_path: Path, base: Path, tr
         trainer.poke(spec.name, np.arange(spec.numel), random_bits(spec.dtype, spec.numel, "all"))
     publisher.publish()
     assert_same_state(states(tmp_path)[1], trainer.state())
+
+
+def test_sync_publishes_once_and_brings_every_server_there(tmp_path: Path, base: Path, trainer: TinyTrainer):
+    with answering(EngineStub()) as good, answering(EngineStub()) as bad:
+        bad.always["apply"] = "ApplyError"
+        publisher = open_publisher(trainer, tmp_path)
+        trainer.step(1)
+        report = publisher.sync(DeltaSync([good.url, bad.url]), step=5, metrics={"reward": 0.5})
+        assert (report.version, publisher.version) == (1, 1)
+        assert [found.ok for found in report.servers] == [True, False]
+        assert good.label == f"{publisher.run_id}@1"
+    assert_same_state(states(tmp_path)[1], trainer.state())
+    run = RunFolder(PosixStore(tmp_path / "run"))
+    writer = run.read_metadata(run.read_version(1))
+    assert (writer.step, writer.metrics) == (5, {"reward": 0.5})
+
+
+def test_sync_that_cannot_publish_asks_no_server(tmp_path: Path, base: Path, trainer: TinyTrainer):
+    with answering(EngineStub()) as server:
+        publisher = open_publisher(trainer, tmp_path)
+        with pytest.raises(SourceError, match="not a finite number"):
+            publisher.sync(DeltaSync([server.url]), metrics={"reward": float("nan")})
+        assert server.asked == []
+
+
+def test_trainer_waits_until_samplers_have_acknowledged_its_newest_version(
+    tmp_path: Path, base: Path, trainer: TinyTrainer
+):
+    publisher = open_publisher(trainer, tmp_path)
+    acknowledger = Acknowledger(PosixStore(tmp_path / "run"), publisher.run_id, "a")
+    publisher.publish()
+    acknowledger.write(1, pause_s=0.5)
+    assert publisher.wait_applied(["a"], timeout_s=0.0)["a"].pause_s == 0.5
+    publisher.publish()
+    with pytest.raises(StageError, match="version 2 was not acknowledged") as caught:
+        publisher.wait_applied(["a"], timeout_s=0.0)
+    assert caught.value.found == "a at version 1"
+    assert publisher.wait_applied(["a"], version=1, timeout_s=0.0)["a"].version == 1
+    acknowledger.write(2, pause_s=0.5)
+    assert publisher.wait_applied(["a"], timeout_s=0.0)["a"].version == 2

@@ -44,7 +44,7 @@ def test_resolved_difference_equals_the_difference_applied_by_hand(is_old_known:
 
 
 @known
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.data())
 def test_old_values_with_one_wrong_bit_are_refused(is_old_known: bool, data: st.DataObject) -> None:
     spec = data.draw(specs.filter(lambda spec: spec.numel > 0))

@@ -259,7 +259,7 @@ def refused_or_read(folder: Path, data: bytes) -> None:
 HEADER_BYTES = len(packed(GOOD)) - len(DATA)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255)), min_size=1, max_size=4))
 @example([(0, 255)])
 def test_flipped_bytes_in_the_header_never_crash(
@@ -294,7 +294,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(max_size=3) | st.just("__metadata__"), entries | json_values, max_size=3))
 def test_any_json_as_header_never_crashes(tmp_path_factory: pytest.TempPathFactory, header: dict[str, Any]):
     refused_or_read(tmp_path_factory.getbasetemp(), packed(header))

@@ -63,10 +63,10 @@ def test_file_of_any_rank_is_read_by_the_library(shape: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("code", LIBRARY_CODES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_file_of_one_tensor_is_byte_equal_to_the_library(code: str, shape: tuple[int, ...]):
-    tensors = [named("model.w", code, shape)]
-    assert written(tensors) == safetensors.torch.save(as_tensors(tensors))
+def test_file_of_one_tensor_is_byte_equal_to_the_library(code: str):
+    for shape in SHAPES:
+        tensors = [named("model.w", code, shape)]
+        assert written(tensors) == safetensors.torch.save(as_tensors(tensors)), shape
 
 
 def test_file_of_one_width_each_is_byte_equal_to_the_library():
@@ -121,12 +121,12 @@ def test_chunks_of_a_contiguous_tensor_are_views_not_copies():
 
 
 @pytest.mark.parametrize("code", LIBRARY_CODES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_file_of_the_library_is_mapped_bit_for_bit(tmp_path: Path, code: str, shape: tuple[int, ...]):
-    tensor = named("model.w", code, shape)
-    file = mapped(tmp_path, safetensors.torch.save(as_tensors([tensor])))
-    assert file.specs == {"model.w": tensor.spec}
-    assert file.bits("model.w").tolist() == tensor.bits.tolist()
+def test_file_of_the_library_is_mapped_bit_for_bit(tmp_path: Path, code: str):
+    for shape in SHAPES:
+        tensor = named("model.w", code, shape)
+        file = mapped(tmp_path, safetensors.torch.save(as_tensors([tensor])))
+        assert file.specs == {"model.w": tensor.spec}
+        assert file.bits("model.w").tolist() == tensor.bits.tolist()
 
 
 def test_file_of_the_library_with_metadata_is_mapped_with_it(tmp_path: Path):

@@ -68,9 +68,9 @@ def test_special_patterns_come_back(coder: ValueCoder, code: str):
 
 @each_coder
 @WIDTHS
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 16, 17])
-def test_any_number_of_values_comes_back(coder: ValueCoder, width: int, count: int):
-    assert_comes_back(coder, moves([1, -1, 5] * 6, width)[:count])
+def test_any_number_of_values_comes_back(coder: ValueCoder, width: int):
+    for count in (0, 1, 7, 8, 9, 16, 17):
+        assert_comes_back(coder, moves([1, -1, 5] * 6, width)[:count])
 
 
 @WIDTHS

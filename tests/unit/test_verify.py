@@ -62,6 +62,34 @@ def test_replicas_that_differ_are_named(workers: list[list[RunDigest]], first: i
     assert caught.value.found == f"others on worker {second}"
 
 
+@pytest.mark.parametrize(
+    ("workers", "totals", "unequal"),
+    [
+        ([[("w", WHOLE, 5)], [("w", WHOLE, 5)]], {"w": 5}, {}),
+        ([[("w", WHOLE, 5)], [("w", WHOLE, 6)]], {"w": 5}, {"w": (0, 1)}),
+        ([[("w", WHOLE, 5), ("w", WHOLE, 6)]], {"w": 5}, {"w": (0, 0)}),
+        ([[("w", UPPER, 5)], [("w", LOWER, 7)], [("w", UPPER, 5)], [("w", LOWER, 8)]], {"w": 12}, {"w": (1, 3)}),
+        ([[("v", WHOLE, 1), ("w", WHOLE, 5)], [("v", WHOLE, 1), ("w", WHOLE, 6)]], {"v": 1, "w": 5}, {"w": (0, 1)}),
+        ([[("v", WHOLE, 1), ("w", UPPER, 5)], [("v", WHOLE, 2), ("w", LOWER, 6)]], {"v": 1, "w": 11}, {"v": (0, 1)}),
+        ([[("w", WHOLE, 5)], [("w", WHOLE, None)]], {"w": 5}, {"w": (0, 1)}),
+        (
+            [[("v", WHOLE, 1), ("w", WHOLE, 2)], [("v", WHOLE, 3), ("w", WHOLE, 4)]],
+            {"v": 1, "w": 2},
+            {"v": (0, 1), "w": (0, 1)},
+        ),
+    ],
+)
+def test_replicas_that_differ_are_collected_where_somebody_takes_their_names(
+    workers: list[list[RunDigest]], totals: dict, unequal: dict[str, tuple[int, int]]
+) -> None:
+    found: dict[str, str] = {"other": "kept"}
+    assert sum_over_workers(workers, found) == totals
+    assert found.pop("other") == "kept"
+    assert found == {
+        name: f"worker {second} has other values than worker {first}" for name, (first, second) in unequal.items()
+    }
+
+
 def _hex(digest: int) -> str:
     return f"{digest:016x}"
 
@@ -107,7 +135,7 @@ def test_moves_to_or_from_other_values_are_found_and_named(before: dict, after: 
     assert caught.value.expected == "a digest moved by 0000000000000003"
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.data())
 def test_any_single_wrong_old_value_is_found_by_how_the_digest_moves(data: st.DataObject) -> None:
     spec = data.draw(specs.filter(lambda spec: spec.numel > 0))

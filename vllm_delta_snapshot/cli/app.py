@@ -23,7 +23,9 @@ app = typer.Typer(
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; see docs/cli.md for its fields.")]
-Run = Annotated[str, typer.Argument(metavar="SYNC_DIR", help="The run's folder: /path, s3://bucket/prefix or gs://bucket/prefix.")]
+Run = Annotated[
+    str, typer.Argument(metavar="SYNC_DIR", help="The run's folder: /path, s3://bucket/prefix or gs://bucket/prefix.")
+]
 
 
 class Pause(StrEnum):

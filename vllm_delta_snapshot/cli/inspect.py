@@ -51,6 +51,15 @@ def _print_rows(columns: tuple[str, ...], rows: list[list[object]]) -> None:
 
 def _describe(target: str) -> dict[str, Any]:
     folder, number = split_folder(target)
+    described = None if folder is None else _describe_local(folder, number)
+    if described is not None:
+        return described
+    sync_dir, version = split_target(target)
+    return _describe_run(sync_dir) if version is None else _describe_version(sync_dir, version)
+
+
+def _describe_local(folder: Path, number: int | None) -> dict[str, Any] | None:
+    """Describe a delta's folder, or what another tool wrote; ``None`` for a run."""
     kind = kind_of(folder)
     if kind in (FolderKind.DELTA, FolderKind.OPENRL) and number is None:
         return _describe_folder(folder)
@@ -58,8 +67,7 @@ def _describe(target: str) -> dict[str, Any]:
         return describe_skyrl(folder)
     if kind is FolderKind.SKYRL_SYNC_DIR:
         return describe_skyrl_sync_dir(folder) if number is None else describe_skyrl(folder / delta_name(number))
-    sync_dir, version = split_target(target)
-    return _describe_run(sync_dir) if version is None else _describe_version(sync_dir, version)
+    return None
 
 
 def _describe_run(sync_dir: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.cli.output import EXIT_USAGE, open_run, reported, split_target
-from vllm_delta_snapshot.errors import ObjectNotFound
+from vllm_delta_snapshot.errors import CompatibilityError, ObjectNotFound
 from vllm_delta_snapshot.neighbours.chain import FolderKind, ForeignChain, find_chain, kind_of
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
@@ -17,14 +17,16 @@ from vllm_delta_snapshot.store.posix import PosixStore
 __all__ = ["base_of_chain", "base_of_run", "find_foreign", "open_run_at", "split_folder"]
 
 
-def split_folder(target: str) -> tuple[Path, int | None]:
+def split_folder(target: str) -> tuple[Path | None, int | None]:
     """Return the local folder that a target names, and the version after ``@``. A folder of that very name comes first.
 
+    The folder is ``None`` where the target is in a bucket.
+
     Raises:
-        CompatibilityError: it is no local folder.
+        CompatibilityError: there is no store of that kind.
     """
     whole = _folder(target)
-    if whole.is_dir():
+    if whole is not None and whole.is_dir():
         return whole, None
     name, version = split_target(target)
     return _folder(name), version
@@ -48,9 +50,9 @@ def find_foreign(targets: Sequence[str]) -> ForeignChain | None:
         DeltaSnapshotError: see `find_chain`.
     """
     if len(targets) > 1:
-        return find_chain([_folder(target) for target in targets])
+        return find_chain([_local(target) for target in targets])
     folder, version = split_folder(targets[0])
-    if kind_of(folder) in (None, FolderKind.RUN):
+    if folder is None or kind_of(folder) in (None, FolderKind.RUN):
         return None
     return find_chain([folder], version=version)
 
@@ -100,9 +102,17 @@ def base_of_chain(base: Path | None, *, command: str, as_json: bool) -> Checkpoi
     return Checkpoint(base)
 
 
-def _folder(target: str) -> Path:
+def _local(target: str) -> Path:
+    folder = _folder(target)
+    if folder is None:
+        raise CompatibilityError(
+            "deltas of other tools are read from local folders", file=target, hint="Copy them to a folder first."
+        )
+    return folder
+
+
+def _folder(target: str) -> Path | None:
     if "://" not in target:
         return Path(target).expanduser()
     store = open_store(target)
-    assert isinstance(store, PosixStore)  # noqa: S101 - the only store that open_store knows
-    return store.root
+    return store.root if isinstance(store, PosixStore) else None

@@ -46,5 +46,6 @@ def open_store(uri: str, *, single_writer: bool = False, config: StoreConfig | N
     raise CompatibilityError(
         "sync_dir names a store that this version cannot open",
         expected="/path, file:///path, s3://bucket/prefix or gs://bucket/prefix",
-        found=uri,
+        found=f"{parts.scheme}://",  # the rest may hold a password
+        hint="Mount the store as a folder that all hosts share, and give its path.",
     )
