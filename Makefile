@@ -25,7 +25,7 @@ setup: $(STAMPS)/engine $(STAMPS)/demo  ## Make .venv with everything, the CPU e
 demo: $(STAMPS)/engine $(STAMPS)/demo  ## Train a real model while a real vLLM engine takes each step's delta (about 6 minutes)
 	$(BIN)/python -m examples.grpo_arithmetic
 
-test: $(STAMPS)/engine  ## All tests, on a real vLLM engine (under 20 minutes on 2 cores)
+test: $(STAMPS)/engine  ## All tests, on real vLLM engines and object stores (about 29 minutes on 2 cores)
 	$(BIN)/python -m pytest tests
 
 test-fast: $(STAMPS)/base  ## The tests that need no vLLM (about 4 minutes on 2 cores)
