@@ -1,6 +1,8 @@
 """Unit tests compare with numpy alone unless told otherwise, and wait for no disk: both take longer than most tests."""
 
+import contextlib
 import os
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -28,3 +30,11 @@ def _without_waiting_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", os.fstat)  # which fails where there is no such file too
         yield
+
+
+@pytest.fixture
+def nowhere() -> Iterator[str]:
+    """Return the URL of a server that is not there."""
+    with contextlib.closing(socket.socket()) as bound:  # taken, but nobody listens
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"

@@ -44,13 +44,6 @@ def server(servers: list[EngineStub]) -> EngineStub:
     return servers[0]
 
 
-@pytest.fixture
-def nowhere() -> Iterator[str]:
-    with contextlib.closing(socket.socket()) as bound:  # taken, but nobody listens
-        bound.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-
-
 @pytest.fixture(autouse=True)
 def api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", KEY)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -31,13 +29,6 @@ def servers() -> Iterator[list[EngineStub]]:
 @pytest.fixture
 def server(servers: list[EngineStub]) -> EngineStub:
     return servers[0]
-
-
-@pytest.fixture
-def nowhere() -> Iterator[str]:
-    with contextlib.closing(socket.socket()) as bound:  # taken, but nobody listens
-        bound.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
 def fleet_of(*servers: StubServer | str | ServerClient, **options: Any) -> DeltaSync:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from vllm_delta_snapshot.drive.client import PauseMode, ServerClient, ServerError
 from vllm_delta_snapshot.drive.sync import RunningRequests, UpdateReport, sync_server
@@ -22,8 +22,6 @@ from vllm_delta_snapshot.errors import ApplyError, DeltaSnapshotError, NotInitia
 __all__ = ["DeltaSync", "FleetReport", "ServerReport"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _GATEWAY: Final = frozenset({502, 503, 504})
 

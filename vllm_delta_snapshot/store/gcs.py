@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import io
-import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from vllm_delta_snapshot.errors import (
     CompatibilityError,
-    ExclusiveCreateUnsupported,
-    LimitExceeded,
     ObjectExists,
     ObjectNotFound,
     StoreError,
     StoreUnavailable,
 )
+from vllm_delta_snapshot.store.bucket import BucketStore, PastTheEnd
 from vllm_delta_snapshot.store.config import StoreConfig
 from vllm_delta_snapshot.store.keys import Prefix
 from vllm_delta_snapshot.store.parts import parts_of
+from vllm_delta_snapshot.store.probe import probe_exclusive_create
 
 __all__ = ["GcsStore"]
 
@@ -33,7 +32,7 @@ _CHUNK_UNIT: Final = 256 << 10
 """Parts of a resumable upload are multiples of this."""
 
 
-class GcsStore:
+class GcsStore(BucketStore):
     """See the module and `Store`.
 
     Args:
@@ -48,11 +47,7 @@ class GcsStore:
     """
 
     def __init__(self, bucket: str, prefix: str, config: StoreConfig, *, single_writer: bool = False) -> None:
-        self._prefix = Prefix(prefix)
-        self._config = config
-        self._single_writer = single_writer
-        self.uri = f"gs://{bucket}/{prefix.strip('/')}".rstrip("/")
-        self.concurrency = config.concurrency
+        super().__init__(f"gs://{bucket}", prefix, config, single_writer=single_writer)
         self._client = _make_client(config, self.uri)
         self._bucket = self._client.bucket(bucket)
         self._timeouts = (config.connect_timeout_s, config.read_timeout_s)
@@ -61,8 +56,8 @@ class GcsStore:
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`."""
         blob = self._bucket.blob(self._prefix.of(key))
-        if self._single_writer and self._exists(key):
-            raise ObjectExists("object exists", file=self._where(key))
+        if self._single_writer:
+            self._refuse_taken(key)
         with self._reported(key):
             blob.upload_from_string(
                 data,
@@ -76,8 +71,7 @@ class GcsStore:
     def put(self, key: str, chunks: Iterable[memoryview]) -> int:
         """See `Store.put`. Memory: one part, twice."""
         name = self._prefix.of(key)
-        if self._exists(key):
-            raise ObjectExists("object exists", file=self._where(key))
+        self._refuse_taken(key)
         part_bytes = self._config.part_bytes // _CHUNK_UNIT * _CHUNK_UNIT
         source = _Stream(parts_of(chunks, part_bytes))
         blob = self._bucket.blob(name, chunk_size=part_bytes)
@@ -90,23 +84,17 @@ class GcsStore:
                 timeout=self._timeouts,
                 retry=self._retry,
             )
-        found = self.size(key)
-        if found != source.num_bytes:
-            raise StoreError("object has another size than was written", file=self._where(key), found=found)
+        self._check_written(key, source.num_bytes)
         return source.num_bytes
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
         """See `Store.read`."""
         size = self.size(key)
-        if size > max_bytes:
-            raise LimitExceeded(
-                "object too large", file=self._where(key), expected=f"at most {max_bytes} bytes", found=size
-            )
+        self._check_limit(key, size, max_bytes)
         with self._reported(key):
             blob = self._bucket.blob(self._prefix.of(key))
             data = bytes(blob.download_as_bytes(raw_download=True, timeout=self._timeouts, retry=self._retry))
-        if len(data) != size:
-            raise self._cut_off(key, size, len(data))
+        self._check_length(key, size, len(data))
         return data
 
     def size(self, key: str) -> int:
@@ -131,12 +119,10 @@ class GcsStore:
                     timeout=self._timeouts,
                     retry=self._retry,
                 )
-        except _PastTheEnd:
+        except PastTheEnd:
             return 0
         if len(data) < len(into):
-            expected = min(len(into), max(0, self.size(key) - offset))
-            if len(data) != expected:
-                raise self._cut_off(key, expected, len(data))
+            self._check_length(key, min(len(into), max(0, self.size(key) - offset)), len(data))
         into.cast("B")[: len(data)] = data[: len(into)]
         return min(len(data), len(into))
 
@@ -158,39 +144,8 @@ class GcsStore:
 
     def check_exclusive_create(self) -> None:
         """See `Store.check_exclusive_create`."""
-        if self._single_writer:
-            return
-        key = f".probe-{uuid.uuid4().hex}"
-        try:
-            self.create(key, b"first")
-            try:
-                self.create(key, b"second")
-            except ObjectExists:
-                return
-            raise ExclusiveCreateUnsupported(
-                "this store lets two writers create the same object, so two trainers could not be told apart",
-                file=self.uri,
-                found="an upload with ifGenerationMatch=0 replaced an object",
-                hint="Use another store, or pass single_writer=True if only one trainer will ever write here.",
-            )
-        finally:
-            with contextlib.suppress(StoreError):
-                self.delete(key)
-
-    def _exists(self, key: str) -> bool:
-        try:
-            self.size(key)
-        except ObjectNotFound:
-            return False
-        return True
-
-    def _where(self, key: str) -> str:
-        return f"{self.uri}/{key}"
-
-    def _cut_off(self, key: str, expected: int, found: int) -> StoreUnavailable:
-        return StoreUnavailable(
-            "an answer is cut off", file=self._where(key), expected=f"{expected} bytes", found=f"{found} bytes"
-        )
+        if not self._single_writer:
+            probe_exclusive_create(self)
 
     @contextlib.contextmanager
     def _reported(self, key: str) -> Iterator[None]:
@@ -210,7 +165,7 @@ class GcsStore:
                 raise StoreError("there is no such bucket", file=where, found=self._bucket.name, hint=hint) from error
             raise ObjectNotFound("no such object", file=where) from error
         except api.RequestRangeNotSatisfiable as error:
-            raise _PastTheEnd from error
+            raise PastTheEnd from error
         except (api.Unauthorized, api.Forbidden, auth.RefreshError, auth.DefaultCredentialsError) as error:
             hint = "Look at the credentials and the bucket's policy: see docs/stores.md."
             raise StoreError("GCS refuses", file=where, found=_brief(error), hint=hint) from error
@@ -232,10 +187,6 @@ class GcsStore:
             return bool(self._bucket.exists(timeout=self._timeouts, retry=self._retry))
         except Exception:  # noqa: BLE001 - who may not ask is told of the object
             return True
-
-
-class _PastTheEnd(Exception):
-    """A range begins at or after the end of an object."""
 
 
 class _Stream(io.RawIOBase):

@@ -25,6 +25,7 @@ from vllm_delta_snapshot.errors import (
     StoreUnavailable,
 )
 from vllm_delta_snapshot.store.keys import check_key
+from vllm_delta_snapshot.store.probe import probe_exclusive_create
 
 __all__ = ["PosixStore"]
 
@@ -124,19 +125,8 @@ class PosixStore:
 
     def check_exclusive_create(self) -> None:
         """See `Store.check_exclusive_create`."""
-        if self._single_writer:
-            return
-        key = f".probe-{uuid.uuid4().hex}"
-        try:
-            self.create(key, b"first")
-            try:
-                self.create(key, b"second")
-            except ObjectExists:
-                return
-            raise ExclusiveCreateUnsupported("the store lets two writers create the same object", file=self.uri)
-        finally:
-            with contextlib.suppress(StoreError):
-                self.delete(key)
+        if not self._single_writer:
+            probe_exclusive_create(self)
 
     def _path(self, key: str) -> Path:
         return self.root.joinpath(*check_key(key).split("/"))

@@ -9,30 +9,25 @@ whoever asked for them.
 from __future__ import annotations
 
 import contextlib
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from typing import Any
 
-from vllm_delta_snapshot.errors import (
-    ExclusiveCreateUnsupported,
-    LimitExceeded,
-    ObjectExists,
-    ObjectNotFound,
-    StoreError,
-    StoreUnavailable,
-)
+from vllm_delta_snapshot.errors import ObjectNotFound
 from vllm_delta_snapshot.ordered import ordered_map
+from vllm_delta_snapshot.store.bucket import BucketStore, PastTheEnd
 from vllm_delta_snapshot.store.config import StoreConfig
 from vllm_delta_snapshot.store.keys import Prefix
 from vllm_delta_snapshot.store.parts import parts_of
+from vllm_delta_snapshot.store.probe import probe_exclusive_create
 from vllm_delta_snapshot.store.s3_client import make_client, reported
 
 __all__ = ["S3Store"]
 
 
-class S3Store:
+class S3Store(BucketStore):
     """See the module and `Store`.
 
     Args:
@@ -46,19 +41,15 @@ class S3Store:
     """
 
     def __init__(self, bucket: str, prefix: str, config: StoreConfig, *, single_writer: bool = False) -> None:
+        super().__init__(f"s3://{bucket}", prefix, config, single_writer=single_writer)
         self._bucket = bucket
-        self._prefix = Prefix(prefix)
-        self._config = config
-        self._single_writer = single_writer
         self._client = make_client(config)
-        self.uri = f"s3://{bucket}/{prefix.strip('/')}".rstrip("/")
-        self.concurrency = config.concurrency
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`."""
         name = self._prefix.of(key)
-        if self._single_writer and self._exists(key):
-            raise ObjectExists("object exists", file=self._where(key))
+        if self._single_writer:
+            self._refuse_taken(key)
         condition = {} if self._single_writer else {"IfNoneMatch": "*"}
         with self._reported(key):
             self._client.put_object(Bucket=self._bucket, Key=name, Body=data, **condition)
@@ -66,8 +57,7 @@ class S3Store:
     def put(self, key: str, chunks: Iterable[memoryview]) -> int:
         """See `Store.put`. Memory: `part_bytes` times `concurrency`."""
         name = self._prefix.of(key)
-        if self._exists(key):
-            raise ObjectExists("object exists", file=self._where(key))
+        self._refuse_taken(key)
         parts = parts_of(chunks, self._config.part_bytes)
         first = next(parts)
         second = next(parts, None)
@@ -76,10 +66,8 @@ class S3Store:
                 self._client.put_object(Bucket=self._bucket, Key=name, Body=first)
             num_bytes = len(first)
         else:
-            num_bytes = self._put_parts(key, name, _chained(first, second, parts))
-        found = self.size(key)
-        if found != num_bytes:
-            raise StoreError("object has another size than was written", file=self._where(key), found=found)
+            num_bytes = self._put_parts(key, name, chain((first, second), parts))
+        self._check_written(key, num_bytes)
         return num_bytes
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
@@ -88,13 +76,9 @@ class S3Store:
             answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix.of(key))
             with contextlib.closing(answer["Body"]) as body:
                 size = int(answer["ContentLength"])
-                if size > max_bytes:
-                    raise LimitExceeded(
-                        "object too large", file=self._where(key), expected=f"at most {max_bytes} bytes", found=size
-                    )
+                self._check_limit(key, size, max_bytes)
                 data = bytes(body.read())
-        if len(data) != size:
-            raise self._cut_off(key, size, len(data))
+        self._check_length(key, size, len(data))
         return data
 
     def size(self, key: str) -> int:
@@ -113,7 +97,7 @@ class S3Store:
                 answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix.of(key), Range=wanted)
                 with contextlib.closing(answer["Body"]) as body:
                     return self._read_into(key, answer, body, offset, into)
-        except _PastTheEnd:
+        except PastTheEnd:
             return 0
 
     def list(self, folder: str) -> list[str]:
@@ -135,24 +119,8 @@ class S3Store:
 
     def check_exclusive_create(self) -> None:
         """See `Store.check_exclusive_create`."""
-        if self._single_writer:
-            return
-        key = f".probe-{uuid.uuid4().hex}"
-        try:
-            self.create(key, b"first")
-            try:
-                self.create(key, b"second")
-            except ObjectExists:
-                return
-            raise ExclusiveCreateUnsupported(
-                "this store lets two writers create the same object, so two trainers could not be told apart",
-                file=self.uri,
-                found="PutObject with If-None-Match: * replaced an object",
-                hint="Use another store, or pass single_writer=True if only one trainer will ever write here.",
-            )
-        finally:
-            with contextlib.suppress(StoreError):
-                self.delete(key)
+        if not self._single_writer:
+            probe_exclusive_create(self)
 
     def sweep(self, *, older_than_s: float) -> int:
         """Abort uploads under this prefix that were begun long ago and never ended: they cost and are never seen.
@@ -212,50 +180,22 @@ class S3Store:
         """Fill `into` with what the store says that it sends, and see that it did."""
         expected = int(answer["ContentLength"])
         total = _total_of(answer, offset, expected)
-        if expected != min(len(into), total - offset):
-            raise self._cut_off(key, min(len(into), total - offset), expected)
+        self._check_length(key, min(len(into), total - offset), expected)
         target = into.cast("B")
         done = 0
-        while done < expected:
-            data = body.read(min(1 << 20, expected - done))
-            if not data:
-                raise self._cut_off(key, expected, done)
+        while data := body.read(min(1 << 20, expected - done)):
             target[done : done + len(data)] = data
             done += len(data)
+        self._check_length(key, expected, done)
         return done
-
-    def _exists(self, key: str) -> bool:
-        try:
-            self.size(key)
-        except ObjectNotFound:
-            return False
-        return True
 
     @contextlib.contextmanager
     def _reported(self, key: str) -> Iterator[None]:
-        with reported(self._where(key), self._bucket, past_the_end=_PastTheEnd):
+        with reported(self._where(key), self._bucket):
             yield
-
-    def _where(self, key: str) -> str:
-        return f"{self.uri}/{key}"
-
-    def _cut_off(self, key: str, expected: int, found: int) -> StoreUnavailable:
-        return StoreUnavailable(
-            "an answer is cut off", file=self._where(key), expected=f"{expected} bytes", found=f"{found} bytes"
-        )
-
-
-class _PastTheEnd(Exception):
-    """A range begins at or after the end of an object."""
 
 
 def _total_of(answer: Mapping[str, Any], offset: int, length: int) -> int:
     """Return the size of the whole object, from the answer to a ranged request; some stores send all for all."""
     _, _, total = str(answer.get("ContentRange", "")).rpartition("/")
     return int(total) if total.isdigit() else offset + length
-
-
-def _chained(first: bytes, second: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield second
-    yield from rest

@@ -15,6 +15,7 @@ from vllm_delta_snapshot.errors import (
     StoreError,
     StoreUnavailable,
 )
+from vllm_delta_snapshot.store.bucket import PastTheEnd
 from vllm_delta_snapshot.store.config import StoreConfig
 
 __all__ = ["make_client", "reported"]
@@ -70,13 +71,15 @@ def make_client(config: StoreConfig) -> Any:
 
 
 @contextlib.contextmanager
-def reported(where: str, bucket: str, *, past_the_end: type[Exception]) -> Iterator[None]:
+def reported(where: str, bucket: str) -> Iterator[None]:
     """Turn boto3's errors into ours.
 
     Args:
         where: the object, for messages.
         bucket: its bucket.
-        past_the_end: raised where a range begins after the end of an object.
+
+    Raises:
+        PastTheEnd: a range begins after the end of an object.
     """
     import botocore.exceptions
     import urllib3.exceptions
@@ -84,7 +87,7 @@ def reported(where: str, bucket: str, *, past_the_end: type[Exception]) -> Itera
     try:
         yield
     except botocore.exceptions.ClientError as error:
-        raise _of_answer(error, where, bucket, past_the_end) from error
+        raise _of_answer(error, where, bucket) from error
     except (botocore.exceptions.NoCredentialsError, botocore.exceptions.PartialCredentialsError) as error:
         raise StoreError(
             "no credentials for S3", file=where, found=error, hint="Set them up as for the aws command, and try that."
@@ -93,7 +96,7 @@ def reported(where: str, bucket: str, *, past_the_end: type[Exception]) -> Itera
         raise StoreUnavailable("S3 does not answer", file=where, found=_brief(error)) from error
 
 
-def _of_answer(error: Any, where: str, bucket: str, past_the_end: type[Exception]) -> Exception:
+def _of_answer(error: Any, where: str, bucket: str) -> Exception:
     answer = error.response
     code = str(answer.get("Error", {}).get("Code", ""))
     status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
@@ -102,7 +105,7 @@ def _of_answer(error: Any, where: str, bucket: str, past_the_end: type[Exception
         hint = "Make it, or correct sync_dir, region or DELTA_SNAPSHOT_STORE_ENDPOINT_URL."
         return StoreError("there is no such bucket", file=where, found=bucket, hint=hint)
     if code == "InvalidRange" or status == 416:
-        return past_the_end()
+        return PastTheEnd()
     if code in ("PreconditionFailed", "412") or status == 412:
         return ObjectExists("object exists", file=where)
     if code in _DENIED or status in (401, 403):

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stores in buckets have in common, whoever's they are: names for messages, and what is checked alike."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from vllm_delta_snapshot.errors import LimitExceeded, ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
+from vllm_delta_snapshot.store.config import StoreConfig
+from vllm_delta_snapshot.store.keys import Prefix
+
+__all__ = ["BucketStore", "PastTheEnd"]
+
+
+class PastTheEnd(Exception):
+    """A range begins at or after the end of an object: no error to the caller."""
+
+
+class BucketStore(ABC):
+    """See the module.
+
+    Args:
+        uri: of the bucket, with scheme.
+        prefix: the run's folder in it.
+        config: how it is reached.
+        single_writer: create without a condition.
+    """
+
+    def __init__(self, uri: str, prefix: str, config: StoreConfig, *, single_writer: bool) -> None:
+        self.uri = f"{uri}/{prefix.strip('/')}".rstrip("/")
+        self.concurrency = config.concurrency
+        self._prefix = Prefix(prefix)
+        self._config = config
+        self._single_writer = single_writer
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """See `Store.size`."""
+
+    def _where(self, key: str) -> str:
+        return f"{self.uri}/{key}"
+
+    def _refuse_taken(self, key: str) -> None:
+        try:
+            self.size(key)
+        except ObjectNotFound:
+            return
+        raise ObjectExists("object exists", file=self._where(key))
+
+    def _check_written(self, key: str, num_bytes: int) -> None:
+        found = self.size(key)
+        if found != num_bytes:
+            raise StoreError("object has another size than was written", file=self._where(key), found=found)
+
+    def _check_limit(self, key: str, size: int, max_bytes: int) -> None:
+        if size > max_bytes:
+            raise LimitExceeded(
+                "object too large", file=self._where(key), expected=f"at most {max_bytes} bytes", found=size
+            )
+
+    def _check_length(self, key: str, expected: int, found: int) -> None:
+        if found != expected:
+            raise StoreUnavailable(
+                "an answer is cut off", file=self._where(key), expected=f"{expected} bytes", found=f"{found} bytes"
+            )
