@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -243,6 +244,9 @@ def _make_client(config: StoreConfig, where: str) -> Any:
         raise CompatibilityError(
             "gs:// needs google-cloud-storage", found=error, hint="pip install 'vllm-delta-snapshot[gcs]'"
         ) from error
+    # Else every client asks for the bucket's metadata behind our back, to label traces: a right that nobody needs here,
+    # and a thread that goes on asking for two minutes where no answer comes.
+    os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     options = {"api_endpoint": config.endpoint_url} if config.endpoint_url else None
     try:
         if config.anonymous:
