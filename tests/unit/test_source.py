@@ -230,7 +230,7 @@ def test_source_of_a_source_is_itself():
     assert source_of(own) is own
 
 
-@pytest.mark.parametrize("given", [None, 3, object()], ids=repr)
+@pytest.mark.parametrize("given", [None, 3, object()], ids=["nothing", "a number", "an object"])
 def test_source_of_anything_else_is_refused(given: object):
     with pytest.raises(SourceError, match="cannot publish this"):
         source_of(given)
