@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from trainer_hooks.baseline import Baseline
+from vllm_delta_snapshot.chain import ChainPlan
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.delta_folder import TOOL, utc_now
 from vllm_delta_snapshot.errors import (
@@ -32,7 +33,7 @@ from vllm_delta_snapshot.format.digest import format_digest, state_digest
 from vllm_delta_snapshot.format.run import BaseIdentity, RunInfo
 from vllm_delta_snapshot.format.wire import SpecEntry
 from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.replay import opened_version, plan_from_base
+from vllm_delta_snapshot.stage.replay import opened_start, opened_version, plan_run
 from vllm_delta_snapshot.stage.resolve import resolve_all
 from vllm_delta_snapshot.store.base import Store, SweepsUploads
 
@@ -61,7 +62,9 @@ class PublishedState:
 
 
 def open_run(folder: RunFolder, base: Checkpoint, policy: str | None = None) -> PublishedState:
-    """Create the run if there is none, else rebuild its newest state. Blocks; reads the base and every delta.
+    """Create the run if there is none, else rebuild its newest state.
+
+    Blocks. Reads the base, and every delta or an anchor and those after it.
 
     Args:
         folder: where the run lives or will live.
@@ -89,10 +92,12 @@ def open_run(folder: RunFolder, base: Checkpoint, policy: str | None = None) -> 
             hint="Leave the encoding out, or give the run a sync_dir of its own.",
         )
     _sweep(folder.store)
-    baseline = Baseline(base)
     newest = max(folder.versions(), default=0)
-    digest = _replay(folder, baseline, run, newest)
-    return PublishedState(run, newest, digest, baseline)
+    plan = plan_run(folder, newest)
+    with opened_start(folder, plan, base) as start:
+        baseline = Baseline(start)
+    _replay(folder, baseline, plan.chain)
+    return PublishedState(run, newest, plan.chain.state_digest, baseline)
 
 
 def _sweep(store: Store) -> None:
@@ -156,10 +161,9 @@ def _check_base(folder: RunFolder, run: RunInfo, base: Checkpoint) -> None:
         )
 
 
-def _replay(folder: RunFolder, baseline: Baseline, run: RunInfo, version: int) -> str:
-    if version == 0:
-        return run.base.state_digest
-    plan = plan_from_base(folder, version)
+def _replay(folder: RunFolder, baseline: Baseline, plan: ChainPlan) -> None:
+    if not plan.steps:
+        return
     for record in plan.steps:
         with opened_version(folder, record, baseline.specs) as (metadata, changes):
             try:
@@ -176,10 +180,9 @@ def _replay(folder: RunFolder, baseline: Baseline, run: RunInfo, version: int) -
     found = format_digest(state_digest(baseline.items()))
     if found != plan.state_digest:
         raise VerifyError(
-            f"version {version} does not have the state it claims",
+            f"version {plan.version} does not have the state it claims",
             file=folder.store.uri,
             expected=f"state digest {plan.state_digest}",
             found=found,
             hint=f"Find the damage: delta-snapshot verify {folder.store.uri}",
         )
-    return plan.state_digest

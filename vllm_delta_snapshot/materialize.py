@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Materialize: base checkpoint + deltas -> a plain Hugging Face folder at version N, bit for bit.
+"""Materialize: base checkpoint, or an anchor, + deltas -> a plain Hugging Face folder at version N, bit for bit.
 
-The base's files are copied with their headers, and the patches written into the copies; so shards, order, tokenizer
+The start's files are copied with their headers, and the patches written into the copies; so shards, order, tokenizer
 and configuration are those of the base. The result appears under its name only when its state digest has been
 recomputed from its bytes and is the one that the trainer published.
 """
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_delta_snapshot.chain import ChainPlan
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.errors import VerifyError
+from vllm_delta_snapshot.errors import BrokenChain, VerifyError
 from vllm_delta_snapshot.new_folder import new_folder
 from vllm_delta_snapshot.patch_files import copy_checkpoint, write_patches
 from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.replay import check_base, opened_version, plan_from_base
+from vllm_delta_snapshot.stage.anchor import fetch_anchor
+from vllm_delta_snapshot.stage.replay import RunPlan, check_base, opened_version, plan_run
 from vllm_delta_snapshot.stage.resolve import resolve_all
 
 __all__ = ["PROVENANCE_NAME", "MaterializeReport", "materialize"]
@@ -28,23 +28,33 @@ PROVENANCE_NAME = "delta_snapshot.json"
 """A small file beside the weights that says which version of which run they are. Nothing depends on it."""
 
 Progress = Callable[[int, int], None]
-"""Called with (versions applied, versions in all)."""
+"""Called with (deltas applied, deltas in all)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaterializeReport:
-    """What was made."""
+    """What was made.
+
+    Attributes:
+        folder: where it lies.
+        run_id: the run.
+        version: the version that it is.
+        state_digest: its state digest.
+        changed_elements: elements of all deltas that were applied.
+        anchor: the version of the anchor that it was made from; ``None`` if from the base.
+    """
 
     folder: str
     run_id: str
     version: int
     state_digest: str
     changed_elements: int
+    anchor: int | None = None
 
 
 def materialize(
     folder: RunFolder,
-    base: Checkpoint,
+    base: Checkpoint | None,
     version: int,
     out: Path,
     *,
@@ -54,10 +64,10 @@ def materialize(
 
     Args:
         folder: the run.
-        base: the base checkpoint, local.
+        base: the base checkpoint, local; ``None`` if it is not at hand: then there has to be an anchor.
         version: the version; 0 is the base itself.
         out: must not exist, or be empty.
-        progress: told after every version.
+        progress: told after every delta.
 
     Raises:
         BaseMismatch: `base` is not the run's base checkpoint.
@@ -66,37 +76,44 @@ def materialize(
         StageError: `out` is in use or cannot be written.
     """
     run = folder.read_run()
-    check_base(run, base)
-    plan = plan_from_base(folder, version)
+    plan = plan_run(folder, version, has_base=base is not None)
+    if plan.anchor is None and base is not None:
+        check_base(run, base)
     out = out.resolve()  # now: it may be the current folder, which is replaced
     with new_folder(out) as work:
         changed = _build(folder, base, plan, work, progress)
         _check(work, plan)
-        provenance = {"run_id": run.run_id, "version": version, "state_digest": plan.state_digest}
+        provenance = {"run_id": run.run_id, "version": version, "state_digest": plan.chain.state_digest}
         (work / PROVENANCE_NAME).write_text(json.dumps(provenance, indent=1) + "\n")
-    return MaterializeReport(str(out), run.run_id, version, plan.state_digest, changed)
+    anchor = None if plan.anchor is None else plan.anchor.version
+    return MaterializeReport(str(out), run.run_id, version, plan.chain.state_digest, changed, anchor)
 
 
-def _build(folder: RunFolder, base: Checkpoint, plan: ChainPlan, work: Path, progress: Progress | None) -> int:
-    copy_checkpoint(base, work)
-    made = Checkpoint(work)  # mapped, so that it shows what is written
+def _build(folder: RunFolder, base: Checkpoint | None, plan: RunPlan, work: Path, progress: Progress | None) -> int:
+    if plan.anchor is not None:
+        made = fetch_anchor(folder, plan.anchor, work)
+    elif base is not None:
+        copy_checkpoint(base, work)
+        made = Checkpoint(work)  # mapped, so that it shows what is written
+    else:
+        raise BrokenChain("a way from the base without the base", file=folder.store.uri)  # `plan_run` makes none
     changed = 0
-    for done, record in enumerate(plan.steps, start=1):
-        with opened_version(folder, record, base.specs, scratch=work) as (metadata, changes):
-            write_patches(base, work, resolve_all(metadata, changes, made.bits))
+    for done, record in enumerate(plan.chain.steps, start=1):
+        with opened_version(folder, record, made.specs, scratch=work) as (metadata, changes):
+            write_patches(made, work, resolve_all(metadata, changes, made.bits))
         changed += metadata.changed_elements
         if progress:
-            progress(done, len(plan.steps))
+            progress(done, len(plan.chain.steps))
     return changed
 
 
-def _check(work: Path, plan: ChainPlan) -> None:
+def _check(work: Path, plan: RunPlan) -> None:
     found = Checkpoint(work).state_digest
-    if found != plan.state_digest:
+    if found != plan.chain.state_digest:
         raise VerifyError(
-            f"version {plan.version} came out with other weights than were published",
+            f"version {plan.chain.version} came out with other weights than were published",
             file=str(work),
-            expected=f"state digest {plan.state_digest}",
+            expected=f"state digest {plan.chain.state_digest}",
             found=f"state digest {found}",
             hint="Check the run: delta-snapshot verify <sync_dir>",
         )

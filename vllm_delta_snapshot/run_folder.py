@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verified reads of a run's small objects: run.json, the version records, and the metadata they pin.
+"""Verified reads of a run's small objects: run.json, records, the metadata that they pin, the mark of what was pruned.
 
-Nothing is returned that does not belong to the run or whose bytes are not the ones that the record names. Payload
-files are not read here (`stage.fetch`), nothing is written (`trainer_hooks.publish`).
+Records are those of versions, merged deltas and anchors. Nothing is returned that does not belong to the run or whose
+bytes are not the ones that the record names. Payload files are not read here (`stage.fetch`), nothing is written.
 """
 
 from __future__ import annotations
 
 import xxhash
 
+from vllm_delta_snapshot.chain import Shortcuts
 from vllm_delta_snapshot.errors import BrokenChain, CorruptFile, ObjectNotFound, RunMismatch, UnsupportedFormat
 from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.anchor import MAX_ANCHOR_BYTES, AnchorMetadata, AnchorRecord
 from vllm_delta_snapshot.format.encodings import ENCODINGS
 from vllm_delta_snapshot.format.metadata import MAX_METADATA_BYTES, DeltaMetadata, parse_metadata
 from vllm_delta_snapshot.format.run import MAX_RUN_BYTES, RunInfo
-from vllm_delta_snapshot.format.version import MAX_VERSION_BYTES, VersionRecord
+from vllm_delta_snapshot.format.version import MAX_VERSION_BYTES, DeltaRecord, MergedRecord, VersionRecord
+from vllm_delta_snapshot.format.wire import WireModel
 from vllm_delta_snapshot.store import Store
 
 __all__ = ["RunFolder"]
@@ -56,8 +59,32 @@ class RunFolder:
         Raises:
             StoreUnavailable: try again.
         """
-        names = self.store.list(layout.VERSIONS_FOLDER)
-        found = (layout.version_of_key(name) for name in names)
+        return self._numbers(layout.VERSIONS_FOLDER)
+
+    def shortcuts(self) -> Shortcuts:
+        """Return what shortens the way: anchors, merged deltas; and what was pruned. Three listings.
+
+        Raises:
+            StoreUnavailable: try again.
+        """
+        # The mark last: a delta that was pruned since is then known to be gone.
+        merged = map(layout.merged_of_key, self.store.list(layout.MERGED_FOLDER))
+        return Shortcuts(
+            anchors=tuple(self._numbers(layout.ANCHORS_FOLDER)),
+            merged=tuple(sorted(pair for pair in merged if pair is not None)),
+            pruned=self.pruned(),
+        )
+
+    def pruned(self) -> int:
+        """Return up to which version deltas are gone; 0 if none is. One listing.
+
+        Raises:
+            StoreUnavailable: try again.
+        """
+        return max(self._numbers(layout.PRUNED_FOLDER), default=0)
+
+    def _numbers(self, folder: str) -> list[int]:
+        found = map(layout.version_of_key, self.store.list(folder))
         return sorted(version for version in found if version is not None)
 
     def read_version(self, version: int) -> VersionRecord:
@@ -69,14 +96,7 @@ class RunFolder:
             CorruptFile, UnsupportedFormat, LimitExceeded, StoreUnavailable: it cannot be read.
         """
         key = layout.version_key(version)
-        try:
-            data = self.store.read(key, max_bytes=MAX_VERSION_BYTES)
-        except ObjectNotFound as error:
-            raise BrokenChain(
-                f"version {version} does not exist",
-                file=self._where(key),
-                hint=f"See which do: delta-snapshot log {self.store.uri}",
-            ) from error
+        data = self._read_small(key, f"version {version}")
         record = VersionRecord.from_json(data, file=self._where(key))
         self._check_run(record.run_id, key)
         if record.version != version:
@@ -88,7 +108,71 @@ class RunFolder:
             )
         return record
 
-    def read_metadata(self, record: VersionRecord) -> DeltaMetadata:
+    def read_delta(self, base_version: int, version: int) -> DeltaRecord:
+        """Return the record of the delta between two versions: a version's own, or a merged one.
+
+        Raises:
+            BrokenChain: there is none.
+            RunMismatch, CorruptFile, UnsupportedFormat, LimitExceeded, StoreUnavailable: it cannot be read.
+        """
+        if base_version == version - 1:
+            return self.read_version(version)
+        return self.read_merged(base_version, version)
+
+    def read_merged(self, base_version: int, version: int) -> MergedRecord:
+        """Return the record of a merged delta, checked to be of this run and to say what its name says.
+
+        Raises:
+            BrokenChain: there is none.
+            RunMismatch, CorruptFile, UnsupportedFormat, LimitExceeded, StoreUnavailable: it cannot be read.
+        """
+        key = layout.merged_key(base_version, version)
+        data = self._read_small(key, f"the merged delta from version {base_version} to {version}")
+        record = MergedRecord.from_json(data, file=self._where(key))
+        self._check_run(record.run_id, key)
+        if (record.base_version, record.version) != (base_version, version):
+            raise CorruptFile(
+                "the record is of another merged delta",
+                file=self._where(key),
+                expected=f"{base_version} to {version}",
+                found=f"{record.base_version} to {record.version}",
+            )
+        return record
+
+    def read_anchor(self, version: int) -> AnchorRecord:
+        """Return the record of an anchor, checked to be of this run and of this version.
+
+        Raises:
+            BrokenChain: there is none.
+            RunMismatch, CorruptFile, UnsupportedFormat, LimitExceeded, StoreUnavailable: it cannot be read.
+        """
+        key = layout.anchor_key(version)
+        record = AnchorRecord.from_json(
+            self._read_small(key, f"the anchor of version {version}"), file=self._where(key)
+        )
+        self._check_run(record.run_id, key)
+        if record.version != version:
+            raise CorruptFile(
+                "the record is of another anchor", file=self._where(key), expected=version, found=record.version
+            )
+        return record
+
+    def read_anchor_metadata(self, record: AnchorRecord) -> AnchorMetadata:
+        """Return what files an anchor has, the bytes compared with the record.
+
+        Raises:
+            CorruptFile: it is missing, its bytes are others, or it contradicts the record.
+            UnsupportedFormat, LimitExceeded, StoreUnavailable: it cannot be read.
+        """
+        data, key = self._read_pinned(record, f"the anchor of version {record.version}", MAX_ANCHOR_BYTES)
+        metadata = AnchorMetadata.from_json(data, file=self._where(key))
+        for field in ("run_id", "version", "publication_id", "state_digest"):
+            _check_field(record, metadata, field, self._where(key))
+        for entry in metadata.files:
+            layout.check_file_name(entry.name)
+        return metadata
+
+    def read_metadata(self, record: DeltaRecord) -> DeltaMetadata:
         """Return the metadata of a publication, its bytes compared with the record.
 
         Raises:
@@ -96,13 +180,29 @@ class RunFolder:
             RunMismatch: it is of another run.
             UnsupportedFormat, LimitExceeded, StoreUnavailable: it cannot be read.
         """
+        data, key = self._read_pinned(record, f"version {record.version}", MAX_METADATA_BYTES)
+        metadata = parse_metadata(data, file=self._where(key))
+        if not isinstance(metadata, DeltaMetadata):
+            raise CorruptFile("metadata is OpenRL's, not of this run", file=self._where(key))
+        self._check_run(metadata.run_id, key)
+        _check_same(record, metadata, self._where(key))
+        self._check_encodings(metadata, key)
+        return metadata
+
+    def _read_small(self, key: str, what: str) -> bytes:
+        try:
+            return self.store.read(key, max_bytes=MAX_VERSION_BYTES)
+        except ObjectNotFound as error:
+            hint = f"See what there is: delta-snapshot log {self.store.uri}"
+            raise BrokenChain(f"{what} does not exist", file=self._where(key), hint=hint) from error
+
+    def _read_pinned(self, record: DeltaRecord | AnchorRecord, what: str, most: int) -> tuple[bytes, str]:
+        """Return the bytes of a publication's metadata.json, which are those that the record names, and its key."""
         key = f"{record.folder}/{layout.METADATA_NAME}"
         try:
-            data = self.store.read(key, max_bytes=min(record.metadata_bytes, MAX_METADATA_BYTES))
+            data = self.store.read(key, max_bytes=min(record.metadata_bytes, most))
         except ObjectNotFound as error:
-            raise CorruptFile(
-                f"version {record.version} is committed but its metadata is missing", file=self._where(key)
-            ) from error
+            raise CorruptFile(f"{what} is committed but its metadata is missing", file=self._where(key)) from error
         found = (len(data), xxhash.xxh3_128_hexdigest(data))
         if found != (record.metadata_bytes, record.metadata_xxh3_128):
             raise CorruptFile(
@@ -111,13 +211,7 @@ class RunFolder:
                 expected=f"{record.metadata_bytes} bytes, xxh3-128 {record.metadata_xxh3_128}",
                 found=f"{found[0]} bytes, xxh3-128 {found[1]}",
             )
-        metadata = parse_metadata(data, file=self._where(key))
-        if not isinstance(metadata, DeltaMetadata):
-            raise CorruptFile("metadata is OpenRL's, not of this run", file=self._where(key))
-        self._check_run(metadata.run_id, key)
-        _check_same(record, metadata, self._where(key))
-        self._check_encodings(metadata, key)
-        return metadata
+        return data, key
 
     def _check_run(self, run_id: str, key: str) -> None:
         expected = self.read_run().run_id
@@ -144,17 +238,15 @@ class RunFolder:
         return f"{self.store.uri}/{key}"
 
 
-def _check_same(record: VersionRecord, metadata: DeltaMetadata, file: str) -> None:
-    for field in (
-        "version",
-        "base_version",
-        "publication_id",
-        "base_state_digest",
-        "state_digest",
-        "changed_elements",
-    ):
-        expected, found = getattr(record, field), getattr(metadata, field)
-        if expected != found:
-            raise CorruptFile(f"{field} is not what the version record says", file=file, expected=expected, found=found)
+def _check_same(record: DeltaRecord, metadata: DeltaMetadata, file: str) -> None:
+    fields = ("version", "base_version", "publication_id", "base_state_digest", "state_digest", "changed_elements")
+    for field in fields:
+        _check_field(record, metadata, field, file)
     for entry in metadata.files:
         layout.check_file_name(entry.name)
+
+
+def _check_field(record: WireModel, metadata: WireModel, field: str, file: str) -> None:
+    expected, found = getattr(record, field), getattr(metadata, field)
+    if expected != found:
+        raise CorruptFile(f"{field} is not what the record says", file=file, expected=expected, found=found)

@@ -25,9 +25,9 @@ def record(version: int, **changes: object) -> VersionRecord:
     return VersionRecord(**(fields | changes))
 
 
-def reader(*changed: VersionRecord) -> Callable[[int], VersionRecord]:
+def reader(*changed: VersionRecord) -> Callable[[int, int], VersionRecord]:
     table = {item.version: item for item in changed}
-    return lambda version: table.get(version, record(version))
+    return lambda _, version: table.get(version, record(version))
 
 
 def test_plan_lists_every_version_between_in_order():
@@ -46,7 +46,7 @@ def test_plan_to_the_version_at_hand_is_empty():
 def test_plan_reads_only_the_records_it_needs():
     read: list[int] = []
 
-    def spy(version: int) -> VersionRecord:
+    def spy(base_version: int, version: int) -> VersionRecord:
         read.append(version)
         return record(version)
 

@@ -169,7 +169,7 @@ def test_metadata_of_another_run_is_a_run_mismatch(run: TinyRun):
 )
 def test_metadata_that_contradicts_its_record_is_corrupt(run: TinyRun, changes: dict[str, object]):
     edit_metadata(run, 1, **changes)
-    with pytest.raises(CorruptFile, match="is not what the version record says"):
+    with pytest.raises(CorruptFile, match="is not what the record says"):
         run.metadata(1)
 
 

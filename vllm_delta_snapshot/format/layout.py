@@ -13,15 +13,26 @@ from vllm_delta_snapshot.errors import CorruptFile, LimitExceeded
 
 __all__ = [
     "ACKS_FOLDER",
+    "ANCHORS_FOLDER",
     "DELTAS_FOLDER",
     "MAX_VERSION",
+    "MERGED_FOLDER",
     "METADATA_NAME",
+    "PRUNED_FOLDER",
     "RUN_KEY",
     "VERSIONS_FOLDER",
+    "anchor_folder",
+    "anchor_key",
     "check_file_name",
     "delta_file_name",
     "delta_folder",
+    "is_anchor_folder",
     "is_delta_folder",
+    "is_merged_folder",
+    "merged_folder",
+    "merged_key",
+    "merged_of_key",
+    "pruned_key",
     "version_key",
     "version_of_key",
 ]
@@ -29,6 +40,9 @@ __all__ = [
 RUN_KEY: Final = "run.json"
 VERSIONS_FOLDER: Final = "versions"
 DELTAS_FOLDER: Final = "deltas"
+ANCHORS_FOLDER: Final = "anchors"
+MERGED_FOLDER: Final = "merged"
+PRUNED_FOLDER: Final = "pruned"
 ACKS_FOLDER: Final = "acks"
 METADATA_NAME: Final = "metadata.json"
 MAX_VERSION: Final = 99_999_999
@@ -36,6 +50,9 @@ MAX_VERSION: Final = 99_999_999
 _VERSION_NAME: Final = re.compile(r"([0-9]{8})\.json")
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _DELTA_FOLDER: Final = re.compile(r"deltas/([0-9]{8})-([0-9a-f]{8})")
+_ANCHOR_FOLDER: Final = re.compile(r"anchors/([0-9]{8})-([0-9a-f]{8})")
+_MERGED_FOLDER: Final = re.compile(r"merged/([0-9]{8})-([0-9]{8})-([0-9a-f]{8})")
+_MERGED_NAME: Final = re.compile(r"([0-9]{8})-([0-9]{8})\.json")
 
 
 def version_key(version: int) -> str:
@@ -44,15 +61,40 @@ def version_key(version: int) -> str:
     Raises:
         LimitExceeded: the version needs more than eight digits, or is negative.
     """
-    if not 0 <= version <= MAX_VERSION:
-        raise LimitExceeded("version out of range", expected=f"0 to {MAX_VERSION}", found=version)
-    return f"{VERSIONS_FOLDER}/{version:08d}.json"
+    return f"{VERSIONS_FOLDER}/{_padded(version)}.json"
+
+
+def anchor_key(version: int) -> str:
+    """Return the key of the record of an anchor. Raises: see `version_key`."""
+    return f"{ANCHORS_FOLDER}/{_padded(version)}.json"
+
+
+def merged_key(base_version: int, version: int) -> str:
+    """Return the key of the record of a merged delta. Raises: see `version_key`."""
+    return f"{MERGED_FOLDER}/{_padded(base_version)}-{_padded(version)}.json"
+
+
+def pruned_key(version: int) -> str:
+    """Return the key that says that deltas up to and including `version` are gone. Raises: see `version_key`."""
+    return f"{PRUNED_FOLDER}/{_padded(version)}.json"
 
 
 def version_of_key(name: str) -> int | None:
-    """Return the version that a name in the versions folder stands for; ``None`` for anything else."""
+    """Return the version that a name in `versions/`, `anchors/` or `pruned/` stands for; ``None`` for anything else."""
     match = _VERSION_NAME.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def merged_of_key(name: str) -> tuple[int, int] | None:
+    """Return base version and version that a name in the folder of merged deltas stands for."""
+    match = _MERGED_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _padded(version: int) -> str:
+    if not 0 <= version <= MAX_VERSION:
+        raise LimitExceeded("version out of range", expected=f"0 to {MAX_VERSION}", found=version)
+    return f"{version:08d}"
 
 
 def delta_folder(version: int, publication_id: str) -> str:
@@ -64,6 +106,28 @@ def is_delta_folder(folder: str, version: int) -> bool:
     """Say whether `folder` is where a delta of this version may lie."""
     match = _DELTA_FOLDER.fullmatch(folder)
     return match is not None and int(match[1]) == version
+
+
+def anchor_folder(version: int, publication_id: str) -> str:
+    """Return the folder of an anchor's files."""
+    return f"{ANCHORS_FOLDER}/{_padded(version)}-{publication_id[:8]}"
+
+
+def merged_folder(base_version: int, version: int, publication_id: str) -> str:
+    """Return the folder of a merged delta."""
+    return f"{MERGED_FOLDER}/{_padded(base_version)}-{_padded(version)}-{publication_id[:8]}"
+
+
+def is_anchor_folder(folder: str, version: int) -> bool:
+    """Say whether `folder` is where an anchor of this version may lie."""
+    match = _ANCHOR_FOLDER.fullmatch(folder)
+    return match is not None and int(match[1]) == version
+
+
+def is_merged_folder(folder: str, base_version: int, version: int) -> bool:
+    """Say whether `folder` is where a merged delta between these versions may lie."""
+    match = _MERGED_FOLDER.fullmatch(folder)
+    return match is not None and (int(match[1]), int(match[2])) == (base_version, version)
 
 
 def delta_file_name(number: int | None) -> str:

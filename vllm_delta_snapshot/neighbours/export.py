@@ -17,7 +17,7 @@ from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import OutOfOrder
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.openrl_write import PlannedOpenRLDelta, plan_openrl_delta
-from vllm_delta_snapshot.format.version import VersionRecord
+from vllm_delta_snapshot.format.version import DeltaRecord
 from vllm_delta_snapshot.neighbours.chain import ForeignChain
 from vllm_delta_snapshot.neighbours.replay import Overlay, merge_chain
 from vllm_delta_snapshot.new_folder import new_folder
@@ -124,7 +124,7 @@ def _check_order(after: int, version: int) -> None:
 
 def _rebuild(
     folder: RunFolder,
-    steps: Sequence[VersionRecord],
+    steps: Sequence[DeltaRecord],
     names: Collection[str],
     find_base: Callable[[], Checkpoint],
     progress: Progress | None,

@@ -13,9 +13,10 @@ from typing import Final
 
 from vllm_delta_snapshot.errors import CorruptFile, ObjectNotFound, StageError
 from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.anchor import AnchorMetadata, AnchorRecord
 from vllm_delta_snapshot.format.digest import file_digest
 from vllm_delta_snapshot.format.metadata import DeltaMetadata, FileEntry
-from vllm_delta_snapshot.format.version import VersionRecord
+from vllm_delta_snapshot.format.version import DeltaRecord
 from vllm_delta_snapshot.ordered import ordered_map, thread_pool
 from vllm_delta_snapshot.store import Store
 
@@ -25,12 +26,14 @@ _BLOCK: Final = 8 << 20
 _HINT: Final = "Engines keep the version before; restore the file from a copy, and they go on by themselves."
 
 
-def fetch(store: Store, record: VersionRecord, metadata: DeltaMetadata, folder: Path) -> list[Path]:
+def fetch(
+    store: Store, record: DeltaRecord | AnchorRecord, metadata: DeltaMetadata | AnchorMetadata, folder: Path
+) -> list[Path]:
     """Bring the files of a publication into `folder`. Files that are there and intact are kept.
 
     Args:
         store: the run's store.
-        record: the version's record, which names the folder.
+        record: the record, which names the folder.
         metadata: its metadata, which names the files.
         folder: a local folder of the caller's; made if missing.
 

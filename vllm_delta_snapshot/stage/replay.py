@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay a run from its base: the plan of the way there, and each version's changes in turn.
+"""Replay a run from its base, or from an anchor: the plan of the way there, and each delta's changes in turn.
 
 For those who walk a run as a whole (a trainer that resumes, materialize, verify). The stager keeps what it fetched and
 does not use this.
@@ -10,20 +10,36 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_delta_snapshot.chain import ChainPlan, plan_chain
+from vllm_delta_snapshot.chain import ChainPlan, Shortcuts, plan_chain
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.errors import BaseMismatch
+from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, ChainError, DeltaSnapshotError, FormatError
+from vllm_delta_snapshot.format.anchor import AnchorRecord
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.run import RunInfo
-from vllm_delta_snapshot.format.version import VersionRecord
+from vllm_delta_snapshot.format.version import DeltaRecord
 from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.stage.anchor import fetch_anchor
 from vllm_delta_snapshot.stage.decode import decode
 from vllm_delta_snapshot.stage.fetch import fetch
 from vllm_delta_snapshot.types import Change, TensorSpec
 
-__all__ = ["check_base", "opened_version", "plan_from_base"]
+__all__ = ["RunPlan", "check_base", "opened_start", "opened_version", "plan_from_base", "plan_run"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """The cheapest way to a version.
+
+    Attributes:
+        anchor: the checkpoint in the store to start from; ``None`` to start from the base.
+        chain: the deltas from there on.
+    """
+
+    anchor: AnchorRecord | None
+    chain: ChainPlan
 
 
 def check_base(run: RunInfo, base: Checkpoint) -> None:
@@ -44,7 +60,7 @@ def check_base(run: RunInfo, base: Checkpoint) -> None:
 
 
 def plan_from_base(folder: RunFolder, version: int) -> ChainPlan:
-    """Return the deltas that lead from the base to `version`.
+    """Return every version's own delta from the base to `version`.
 
     Raises:
         OutOfOrder, BrokenChain, BaseMismatch: see `plan_chain`.
@@ -52,16 +68,91 @@ def plan_from_base(folder: RunFolder, version: int) -> ChainPlan:
     """
     return plan_chain(
         folder.versions(),
-        folder.read_version,
+        folder.read_delta,
         base_version=0,
         base_state_digest=folder.read_run().base.state_digest,
         version=version,
+        shortcuts=Shortcuts(pruned=folder.pruned()),
     )
+
+
+def plan_run(folder: RunFolder, version: int, *, has_base: bool = True) -> RunPlan:
+    """Find the way to `version` that has the fewest bytes to fetch: from the base, or from an anchor before it.
+
+    Args:
+        folder: the run.
+        version: the version wanted.
+        has_base: whether the base checkpoint is at hand.
+
+    Raises:
+        OutOfOrder, BrokenChain, BaseMismatch: see `plan_chain`: no way is left.
+        CorruptFile, UnsupportedFormat, LimitExceeded, StoreUnavailable: a record cannot be read.
+    """
+    existing, shortcuts = folder.versions(), folder.shortcuts()
+
+    def chain_from(start: int, state_digest: str) -> ChainPlan:
+        return plan_chain(
+            existing,
+            folder.read_delta,
+            base_version=start,
+            base_state_digest=state_digest,
+            version=version,
+            shortcuts=shortcuts,
+        )
+
+    found: list[tuple[int, RunPlan]] = []
+    problem: DeltaSnapshotError | None = None
+    for number in sorted((number for number in shortcuts.anchors if number <= version), reverse=True):
+        try:
+            record = folder.read_anchor(number)
+            plan = RunPlan(record, chain_from(number, folder.read_version(number).state_digest))
+        except (ChainError, FormatError) as error:  # it went since it was listed, or is damaged: another may do
+            problem = error
+            continue
+        found.append((record.payload_bytes + plan.chain.payload_bytes, plan))
+        break
+    if has_base:
+        try:
+            plan = RunPlan(None, chain_from(0, folder.read_run().base.state_digest))
+            found.append((plan.chain.payload_bytes, plan))
+        except ChainError as error:
+            problem = error
+    if not found:
+        raise problem or BrokenChain(
+            f"there is no anchor to reach version {version} from, and no base checkpoint at hand",
+            file=folder.store.uri,
+            hint="Say where the base is: --base FOLDER",
+        )
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+@contextlib.contextmanager
+def opened_start(
+    folder: RunFolder, plan: RunPlan, base: Checkpoint | None, *, scratch: Path | None = None
+) -> Iterator[Checkpoint]:
+    """Give the checkpoint that a plan starts from: the base, or the anchor, whose local files are gone afterwards.
+
+    Args:
+        folder: the run.
+        plan: the plan.
+        base: the base checkpoint, checked; needed if the plan starts from it.
+        scratch: where to put an anchor's files meanwhile; by default the temp folder.
+
+    Raises:
+        CorruptFile, SourceError, BrokenChain, UnsupportedFormat, StageError, StoreUnavailable: see `fetch_anchor`.
+    """
+    if plan.anchor is None:
+        if base is None:
+            raise BrokenChain("the way starts from the base checkpoint, which is not at hand", file=folder.store.uri)
+        yield base
+        return
+    with tempfile.TemporaryDirectory(prefix="delta-snapshot-", dir=scratch) as temporary:
+        yield fetch_anchor(folder, plan.anchor, Path(temporary))
 
 
 @contextlib.contextmanager
 def opened_version(
-    folder: RunFolder, record: VersionRecord, specs: Mapping[str, TensorSpec], *, scratch: Path | None = None
+    folder: RunFolder, record: DeltaRecord, specs: Mapping[str, TensorSpec], *, scratch: Path | None = None
 ) -> Iterator[tuple[DeltaMetadata, list[Change]]]:
     """Fetch, check and decode one version; its local files are gone afterwards.
 
