@@ -93,7 +93,7 @@ def open_run(folder: RunFolder, base: Checkpoint, policy: str | None = None) -> 
         )
     _sweep(folder.store)
     newest = max(folder.versions(), default=0)
-    plan = plan_run(folder, newest)
+    plan = plan_run(folder, newest, start=(0, base.state_digest))
     with opened_start(folder, plan, base) as start:
         baseline = Baseline(start)
     _replay(folder, baseline, plan.chain)

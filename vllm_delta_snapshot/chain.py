@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, OutOfOrder
 from vllm_delta_snapshot.format.version import DeltaRecord
 
-__all__ = ["ChainPlan", "Shortcuts", "plan_chain", "plan_steps"]
+__all__ = ["ChainPlan", "Shortcuts", "Step", "known_way", "plan_chain", "plan_steps"]
+
+Step = tuple[int, int]
+"""A delta by its base version and its version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +25,12 @@ class Shortcuts:
 
     Attributes:
         anchors: versions that lie there as whole checkpoints, ascending.
-        merged: merged deltas, as (base version, version), ascending.
+        merged: merged deltas.
         pruned: the deltas of versions up to this one are gone; 0 if none is.
     """
 
     anchors: tuple[int, ...] = ()
-    merged: tuple[tuple[int, int], ...] = ()
+    merged: tuple[Step, ...] = ()
     pruned: int = 0
 
 
@@ -101,7 +104,7 @@ def plan_chain(
 
 
 def plan_steps(existing: Iterable[int], base_version: int, version: int, shortcuts: Shortcuts) -> list[tuple[int, int]]:
-    """Return the deltas of the shortest way, as (base version, version). Looks at numbers only.
+    """Return the deltas of the shortest way. Looks at numbers only.
 
     Raises:
         OutOfOrder: `version` lies before `base_version`.
@@ -121,7 +124,7 @@ def plan_steps(existing: Iterable[int], base_version: int, version: int, shortcu
             expected=f"versions {base_version + 1} to {version}",
             found=f"newest is {max(available, default=0)}, missing: {listed}",
         )
-    # By version, how many deltas lead there and from where the last one comes. Merged deltas end in ascending order.
+    # By version, how many deltas lead there and from where the last one comes.
     reached: dict[int, tuple[int, int]] = {base_version: (0, base_version)}
     bases_of: dict[int, list[int]] = {}
     for base, end in shortcuts.merged:
@@ -138,7 +141,7 @@ def plan_steps(existing: Iterable[int], base_version: int, version: int, shortcu
             f"no way from version {base_version} to version {version}",
             expected=f"deltas from version {base_version + 1} on",
             found=f"deltas up to version {shortcuts.pruned} were pruned",
-            hint="An engine comes there from an anchor: restart it, or have it repaired (delta-snapshot repair).",
+            hint="An engine that starts now comes there from an anchor: restart this one.",
         )
     steps = []
     at = version
@@ -146,3 +149,15 @@ def plan_steps(existing: Iterable[int], base_version: int, version: int, shortcu
         steps.append((reached[at][1], at))
         at = reached[at][1]
     return steps[::-1]
+
+
+def known_way(known: Iterable[Step], base_version: int, version: int) -> list[Step] | None:
+    """Return the fewest of some deltas that lead from one version to another; ``None`` if they do not."""
+    steps = tuple(step for step in known if base_version <= step[0] and step[1] <= version)
+    try:
+        # Without the deltas that each version has in the store: what is known is all there is.
+        return plan_steps(
+            range(base_version + 1, version + 1), base_version, version, Shortcuts(merged=steps, pruned=version)
+        )
+    except BrokenChain:
+        return None

@@ -76,7 +76,7 @@ def materialize(
         StageError: `out` is in use or cannot be written.
     """
     run = folder.read_run()
-    plan = plan_run(folder, version, has_base=base is not None)
+    plan = plan_run(folder, version, start=None if base is None else (0, run.base.state_digest))
     if plan.anchor is None and base is not None:
         check_base(run, base)
     out = out.resolve()  # now: it may be the current folder, which is replaced

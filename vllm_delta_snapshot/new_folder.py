@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vllm_delta_snapshot.errors import DeltaSnapshotError, StageError
 
-__all__ = ["new_folder"]
+__all__ = ["appearing", "new_folder"]
 
 
 @contextlib.contextmanager
@@ -38,5 +38,17 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise
     except OSError as error:
         raise StageError("cannot write the output", file=str(out), found=error) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def appearing(final: Path) -> Iterator[Path]:
+    """Give a hidden folder to fill, which then appears as `final`; if filling fails, nothing does."""
+    work = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
+    try:
+        work.mkdir()
+        yield work
+        work.rename(final)
     finally:
         shutil.rmtree(work, ignore_errors=True)

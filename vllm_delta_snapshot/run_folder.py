@@ -202,6 +202,12 @@ class RunFolder:
         try:
             data = self.store.read(key, max_bytes=min(record.metadata_bytes, most))
         except ObjectNotFound as error:
+            if isinstance(record, DeltaRecord) and record.version <= self.pruned():
+                raise BrokenChain(
+                    f"the delta to version {record.version} was pruned",
+                    file=self._where(key),
+                    hint="An engine that starts now comes past it, from an anchor: restart this one.",
+                ) from error
             raise CorruptFile(f"{what} is committed but its metadata is missing", file=self._where(key)) from error
         found = (len(data), xxhash.xxh3_128_hexdigest(data))
         if found != (record.metadata_bytes, record.metadata_xxh3_128):

@@ -1,6 +1,6 @@
 """Stagers killed while they bring a mirror along a run: ``python -m tests.support.keeper_crash RUN BASE AREA``.
 
-Forks one process for every eleventh moment of death. AREA is a stage area whose mirror is at version 1; its copies are
+Forks one process for every seventh moment of death. AREA is a stage area whose mirror is at version 1; its copies are
 brought to version 3. Prints the areas that the dead left as JSON.
 """
 
@@ -28,18 +28,18 @@ def keep(sync_dir: Path, base: Path, area: StageArea, version: int) -> None:
     """Bring an area's mirror to a version, as a stager that just started."""
     folder, checkpoint = RunFolder(PosixStore(sync_dir)), Checkpoint(base)
     run = folder.read_run()
-    fetched = FetchedVersions(folder, area, run.specs(), 0, checkpoint.state_digest)
+    fetched = FetchedVersions(folder, area, checkpoint, 0)
     keeper = MirrorKeeper(area, checkpoint, run.run_id, 0)
     keeper.keep(version, UpdateFolders(area, run.run_id, fetched, checkpoint, 0, keeper).absolute)
 
 
 def main(sync_dir: Path, base: Path, area: Path) -> list[str]:
-    """Kill what brings copies of the mirror to version 3, once before every eleventh line."""
+    """Kill what brings copies of the mirror to version 3, once before every seventh line."""
 
     def forward(folder: Path) -> None:
         keep(sync_dir, base, StageArea(folder), 3)
 
-    return killed_at_lines(forward, copier(area), area.parent / "dead", every=11)
+    return killed_at_lines(forward, copier(area), area.parent / "dead", every=7)
 
 
 if __name__ == "__main__":

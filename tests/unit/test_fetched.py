@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import tiny_tensors, write_checkpoint
 from tests.support.hosts import Host
 from tests.support.runs import TinyRun, copy_of, make_run
 from vllm_delta_snapshot.checkpoint import Checkpoint
@@ -31,8 +32,7 @@ def host(pristine: TinyRun, tmp_path: Path) -> Iterator[Host]:
 
 
 def fetched_of(host: Host, **limits: int) -> FetchedVersions:
-    digest = Checkpoint(host.run.base).state_digest
-    return FetchedVersions(host.run.folder, host.area, host.run.specs, 0, digest, **limits)
+    return FetchedVersions(host.run.folder, host.area, Checkpoint(host.run.base), 0, **limits)
 
 
 def kept(host: Host) -> list[int]:
@@ -65,7 +65,7 @@ def test_version_whose_copy_is_damaged_is_fetched_again(host: Host) -> None:
     fetched = fetched_of(host, kept_changes=1)
     before = [change.values.tolist() for change in fetched.changes(1)]
     fetched.load(2)
-    (file,) = host.area.fetched_folder(1).iterdir()
+    (file,) = host.area.fetched_folder(0, 1).iterdir()
     file.write_bytes(bytes(file.stat().st_size))
     assert [change.values.tolist() for change in fetched.changes(1)] == before
 
@@ -79,8 +79,9 @@ def test_forgotten_version_is_verified_anew(host: Host) -> None:
     assert fetched.changes(2)
 
 
-def test_version_that_does_not_continue_the_one_before_is_refused(host: Host) -> None:
-    fetched = FetchedVersions(host.run.folder, host.area, host.run.specs, 0, "0" * 16)
+def test_version_that_does_not_continue_the_one_before_is_refused(host: Host, tmp_path: Path) -> None:
+    other = Checkpoint(write_checkpoint(tmp_path / "other", tiny_tensors("other")))
+    fetched = FetchedVersions(host.run.folder, host.area, other, 0)
     with pytest.raises(BaseMismatch, match="does not continue version 0"):
         fetched.load(1)
     assert 1 not in fetched

@@ -133,7 +133,7 @@ def test_damaged_newest_version_leaves_the_ones_before_it_staged(host: Host, run
 
 
 def test_half_written_leftovers_of_a_dead_stager_are_written_anew(host: Host, run: TinyRun) -> None:
-    torn = host.area.fetched_folder(1)
+    torn = host.area.fetched_folder(0, 1)
     torn.mkdir()
     (torn / "delta.safetensors").write_bytes(b"torn")
     (torn / ".delta.safetensors.1.part").write_bytes(b"torn")

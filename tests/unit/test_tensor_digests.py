@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import damage
+from tests.support.hosts import Host
 from tests.support.runs import TinyRun, make_run
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import BaseMismatch, DeltaSnapshotError, OutOfOrder
 from vllm_delta_snapshot.format.digest import format_digest, tensor_digest
 from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.stage.area import StagerConfig
+from vllm_delta_snapshot.stage.fetched import FetchedVersions
 from vllm_delta_snapshot.stage.handoff import Handoff
 from vllm_delta_snapshot.stage.places import PlaceMap
 from vllm_delta_snapshot.stage.tensor_digests import TensorDigests
@@ -28,16 +29,27 @@ def expected(run: TinyRun, version: int) -> dict[str, str]:
     return {name: format_digest(tensor_digest(run.specs[name], bits)) for name, bits in run.history[version].items()}
 
 
+def digests_of(run: TinyRun, checkpoint: Path, version: int, area: Path) -> TensorDigests:
+    """Return those of a stager with an area of its own, whose engines start from a checkpoint."""
+    host = Host(run, area)
+    host.close()
+    return TensorDigests(
+        FetchedVersions(run.folder, host.area, Checkpoint(checkpoint), version), Checkpoint(checkpoint), version
+    )
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 0, 2, 1), (2, 2)])
-def test_digests_at_any_version_are_those_of_the_trainers_state(run: TinyRun, order: tuple[int, ...]) -> None:
-    digests = TensorDigests(run.folder, Checkpoint(run.base), 0)
+def test_digests_at_any_version_are_those_of_the_trainers_state(
+    run: TinyRun, order: tuple[int, ...], tmp_path: Path
+) -> None:
+    digests = digests_of(run, run.base, 0, tmp_path / "stage")
     for version in order:
         assert digests.at(version) == expected(run, version)
 
 
 def test_digests_from_a_materialized_version_on(run: TinyRun, tmp_path: Path) -> None:
     materialize(run.folder, Checkpoint(run.base), 2, tmp_path / "two")
-    digests = TensorDigests(run.folder, Checkpoint(tmp_path / "two"), 2)
+    digests = digests_of(run, tmp_path / "two", 2, tmp_path / "stage")
     assert digests.at(3) == expected(run, 3)
     with pytest.raises(OutOfOrder, match="before the engine's checkpoint"):
         digests.at(1)
@@ -45,26 +57,25 @@ def test_digests_from_a_materialized_version_on(run: TinyRun, tmp_path: Path) ->
 
 def test_digests_from_another_checkpoint_are_found_out(run: TinyRun, tmp_path: Path) -> None:
     materialize(run.folder, Checkpoint(run.base), 2, tmp_path / "two")
-    with pytest.raises(BaseMismatch, match="does not lead to the state it claims"):
-        TensorDigests(run.folder, Checkpoint(tmp_path / "two"), 0).at(1)
+    with pytest.raises(BaseMismatch, match="made against other weights"):
+        digests_of(run, tmp_path / "two", 0, tmp_path / "stage").at(1)
 
 
-def test_workers_get_digests_from_the_stager_and_errors_pass_when_repaired(run: TinyRun, tmp_path: Path) -> None:
+def test_workers_get_digests_from_the_stager_and_errors_pass_in_time(run: TinyRun, tmp_path: Path) -> None:
     config = StagerConfig(sync_dir=str(run.sync_dir), checkpoint=str(run.base))
     workers = [Handoff(config, tmp_path / "stage", PlaceMap({}), timeout_s=60) for _ in range(2)]
     try:
         for version in (2, 3, 2):
             for worker in workers:
                 assert worker.tensor_digests(version, timeout_s=60) == expected(run, version)
-        metadata = damage.payload(run.sync_dir, 1).with_name("metadata.json")
-        content = metadata.read_bytes()
-        metadata.write_bytes(content[:-1])
         for worker in workers:
-            with pytest.raises(DeltaSnapshotError, match="metadata"):
-                worker.tensor_digests(1, timeout_s=60)
-        metadata.write_bytes(content)
+            with pytest.raises(DeltaSnapshotError, match="version 4 does not exist"):
+                worker.tensor_digests(4, timeout_s=60)
+        run.trainer.step(4)
+        run.publisher.publish()
+        run.history.append(run.trainer.state())
         for worker in workers:
-            assert worker.tensor_digests(1, timeout_s=60) == expected(run, 1)
+            assert worker.tensor_digests(4, timeout_s=60) == expected(run, 4)
     finally:
         for worker in workers:
             worker.close()

@@ -61,8 +61,9 @@ class Shelf:
         """Set one up, for engines that start from the checkpoint in a folder."""
         run, area = host.run, host.area
         checkpoint = CountedCheckpoint(folder)
-        fetched = FetchedVersions(run.folder, area, run.specs, start, checkpoint.state_digest)
+        fetched = FetchedVersions(run.folder, area, checkpoint, start)
         keeper = MirrorKeeper(area, checkpoint, run.publisher.run_id, start)
+        assert checkpoint.state_digest  # read once, and then known
         checkpoint.reads = []
         return cls(
             host, checkpoint, keeper, UpdateFolders(area, run.publisher.run_id, fetched, checkpoint, start, keeper)

@@ -213,9 +213,15 @@ class StageArea:
         except FileNotFoundError:
             return None
 
-    def fetched_folder(self, version: int) -> Path:
-        """Return where the files of a publication are kept."""
-        return self.fetched / f"{version:08d}"
+    def fetched_folder(self, base_version: int, version: int) -> Path:
+        """Return where the files of a delta are kept."""
+        name = f"{version:08d}"
+        return self.fetched / (name if base_version == version - 1 else f"{base_version:08d}-{name}")
+
+    @staticmethod
+    def step_of(path: Path) -> tuple[int, int] | None:
+        """Return base version and version of a folder of `fetched`; ``None`` if its name has none."""
+        return (int(path.name) - 1, int(path.name)) if path.name.isdigit() else pair_of(path)
 
 
 def pair_of(path: Path) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.errors import BaseMismatch, FormatError, MirrorBusy, StoreError, VerifyError
+from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, FormatError, MirrorBusy, StoreError, VerifyError
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.stage.area import StageArea
 from vllm_delta_snapshot.stage.mirror import Mirror
@@ -51,16 +51,19 @@ class MirrorKeeper:
             version = mirror.advancing_to.version if mirror.advancing_to else target
             if version == mirror.version and not mirror.is_torn:
                 return
-            metadata, patches = update_between(mirror.version, version)
             try:
+                metadata, patches = update_between(mirror.version, version)
                 mirror.advance(
                     patches,
                     version=version,
                     state_digest=metadata.state_digest,
                     old_digests={entry.name: entry.old_digest for entry in metadata.tensors if entry.old_digest},
                 )
-            except (BaseMismatch, VerifyError) as error:
-                # Its weights are not what its marker says: somebody else wrote them.
+            except (BaseMismatch, BrokenChain, VerifyError) as error:
+                # Its weights are not what its marker says: somebody else wrote them. Or the deltas from where it is on
+                # were pruned; from the checkpoint there is an anchor.
+                if isinstance(error, BrokenChain) and mirror.version == self._version:
+                    raise
                 logger.warning("making the mirror anew: %s", error)
                 Mirror.remove(self._area.mirror)
             else:

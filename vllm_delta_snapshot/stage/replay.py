@@ -76,13 +76,14 @@ def plan_from_base(folder: RunFolder, version: int) -> ChainPlan:
     )
 
 
-def plan_run(folder: RunFolder, version: int, *, has_base: bool = True) -> RunPlan:
-    """Find the way to `version` that has the fewest bytes to fetch: from the base, or from an anchor before it.
+def plan_run(folder: RunFolder, version: int, *, start: tuple[int, str] | None, may_jump: bool = True) -> RunPlan:
+    """Find the way to `version` that has the fewest bytes to fetch: from what is at hand, or from an anchor.
 
     Args:
         folder: the run.
         version: the version wanted.
-        has_base: whether the base checkpoint is at hand.
+        start: version and state digest of the weights at hand; ``None`` if there are none.
+        may_jump: whether an anchor serves, in place of what is at hand.
 
     Raises:
         OutOfOrder, BrokenChain, BaseMismatch: see `plan_chain`: no way is left.
@@ -90,11 +91,11 @@ def plan_run(folder: RunFolder, version: int, *, has_base: bool = True) -> RunPl
     """
     existing, shortcuts = folder.versions(), folder.shortcuts()
 
-    def chain_from(start: int, state_digest: str) -> ChainPlan:
+    def chain_from(base_version: int, state_digest: str) -> ChainPlan:
         return plan_chain(
             existing,
             folder.read_delta,
-            base_version=start,
+            base_version=base_version,
             base_state_digest=state_digest,
             version=version,
             shortcuts=shortcuts,
@@ -102,21 +103,23 @@ def plan_run(folder: RunFolder, version: int, *, has_base: bool = True) -> RunPl
 
     found: list[tuple[int, RunPlan]] = []
     problem: DeltaSnapshotError | None = None
-    for number in sorted((number for number in shortcuts.anchors if number <= version), reverse=True):
+    if start is not None:
+        try:
+            plan = RunPlan(None, chain_from(*start))
+            found.append((plan.chain.payload_bytes, plan))
+        except ChainError as error:
+            problem = error
+    first = -1 if start is None else start[0]
+    anchors = [number for number in shortcuts.anchors if may_jump and first < number <= version]
+    for number in reversed(anchors):
         try:
             record = folder.read_anchor(number)
             plan = RunPlan(record, chain_from(number, folder.read_version(number).state_digest))
         except (ChainError, FormatError) as error:  # it went since it was listed, or is damaged: another may do
-            problem = error
+            problem = problem or error
             continue
         found.append((record.payload_bytes + plan.chain.payload_bytes, plan))
         break
-    if has_base:
-        try:
-            plan = RunPlan(None, chain_from(0, folder.read_run().base.state_digest))
-            found.append((plan.chain.payload_bytes, plan))
-        except ChainError as error:
-            problem = error
     if not found:
         raise problem or BrokenChain(
             f"there is no anchor to reach version {version} from, and no base checkpoint at hand",

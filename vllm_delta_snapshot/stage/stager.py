@@ -18,16 +18,20 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from vllm_delta_snapshot.chain import Step
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import (
     BaseMismatch,
     BrokenChain,
+    ChainError,
     DeltaSnapshotError,
+    FormatError,
     StageError,
 )
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.digest import format_digest
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
+from vllm_delta_snapshot.new_folder import appearing
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.area import Problem, StageArea, StagerState, pair_of
 from vllm_delta_snapshot.stage.attachment import Worker, living_workers
@@ -36,7 +40,7 @@ from vllm_delta_snapshot.stage.mapping import map_update, write_lanes
 from vllm_delta_snapshot.stage.mirror_keeper import MirrorKeeper
 from vllm_delta_snapshot.stage.places import PlaceMap
 from vllm_delta_snapshot.stage.tensor_digests import TensorDigests
-from vllm_delta_snapshot.stage.update_folders import UpdateFolders, appearing
+from vllm_delta_snapshot.stage.update_folders import UpdateFolders
 from vllm_delta_snapshot.store import open_store
 from vllm_delta_snapshot.types import Change, TensorDifference
 
@@ -107,14 +111,9 @@ class Stager:
         self._area.begin_run(run)
         version = self._version_of(checkpoint, run.base.state_digest)
         self._fetched = FetchedVersions(
-            self._folder,
-            self._area,
-            run.specs(),
-            version,
-            checkpoint.state_digest,
-            cache_bytes=self._config.cache_bytes,
+            self._folder, self._area, checkpoint, version, cache_bytes=self._config.cache_bytes
         )
-        self._digests = TensorDigests(self._folder, checkpoint, version)
+        self._digests = TensorDigests(self._fetched, checkpoint, version)
         self._mirror = MirrorKeeper(self._area, checkpoint, run.run_id, version)
         self._updates = UpdateFolders(self._area, run.run_id, self._fetched, checkpoint, version, self._mirror)
         # A stager that takes over from a dead one has no use for what all workers have already.
@@ -188,15 +187,16 @@ class Stager:
             self._set_state(self._state.model_copy(update={"mirror_error": error.to_fields()}))
 
     def _fetch_new(self) -> None:
-        """Fetch and check every new version, in order; stop at the first that is wrong."""
+        """Fetch and check what leads to the newest version, in order; stop at the first delta that is wrong."""
         version = self._state.newest + 1
         try:
             existing = self._folder.versions()
-            while version in existing:
-                self._fetched.load(version)
+            for step in self._steps_to_newest(existing):
+                version = step[1]
+                self._fetched.load_step(step)
                 self._set_state(self._state.model_copy(update={"newest": version, "problem": None}))
                 version += 1
-            if existing and existing[-1] >= version:
+            if existing and existing[-1] >= version and version not in existing:
                 raise BrokenChain(
                     f"version {version} is missing",
                     file=f"{self._config.sync_dir}/{layout.version_key(version)}",
@@ -204,6 +204,18 @@ class Stager:
                 )
         except DeltaSnapshotError as error:
             self._report(version, error)
+
+    def _steps_to_newest(self, existing: Sequence[int]) -> list[Step]:
+        """Return the deltas to fetch, up to a gap: what lies before one can be served."""
+        target = self._state.newest
+        for version in existing:
+            target += version == target + 1
+        try:
+            return self._fetched.way(self._state.newest, target)
+        except (ChainError, FormatError) as error:
+            # Something on the way is damaged. What comes before it is good, and this finds out which it is.
+            logger.warning("no way to version=%d, taking the next: %s", target, error)
+            return [(self._state.newest, self._state.newest + 1)]
 
     def _pairs(self, bases: set[int]) -> list[tuple[int, int]]:
         """Return the updates to stage: from where workers are to the newest version, and those that somebody wants."""

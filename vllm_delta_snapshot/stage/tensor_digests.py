@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The digest of every tensor at any version of a run: those of the checkpoint, moved by each delta.
 
-Needs the checkpoint once and the metadata of the versions; no payload.
+Needs the checkpoint once and the metadata of the deltas; no payload, but for a jump to an anchor.
 """
 
 from __future__ import annotations
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.errors import BaseMismatch, OutOfOrder
+from vllm_delta_snapshot.errors import BaseMismatch, ChainError, OutOfOrder
 from vllm_delta_snapshot.format.digest import add_digests, format_digest, tensor_digest
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.stage.fetched import FetchedVersions
 
 __all__ = ["TensorDigests"]
 
@@ -18,13 +18,13 @@ class TensorDigests:
     """See the module.
 
     Args:
-        folder: the run.
+        fetched: the run's deltas.
         checkpoint: some version of it, local.
         version: which.
     """
 
-    def __init__(self, folder: RunFolder, checkpoint: Checkpoint, version: int) -> None:
-        self._folder = folder
+    def __init__(self, fetched: FetchedVersions, checkpoint: Checkpoint, version: int) -> None:
+        self._fetched = fetched
         self._checkpoint = checkpoint
         self._version = version
         self._known: dict[int, dict[str, int]] = {}
@@ -43,19 +43,27 @@ class TensorDigests:
                 expected=f"version {self._version} or later",
                 found=f"version {version}",
             )
-        start = max((known for known in self._known if known <= version), default=None)
-        if start is None:
+        if not self._known:
+            self._known = {
+                self._version: {spec.name: tensor_digest(spec, bits) for spec, bits in self._checkpoint.items()}
+            }
+        start = max(known for known in self._known if known <= version)
+        try:
+            way = self._fetched.way(start, version)
+        except ChainError:
+            # The deltas from there on may have been pruned; from the checkpoint there may be another way.
+            if start == self._version:
+                raise
             start = self._version
-            self._known = {start: {spec.name: tensor_digest(spec, bits) for spec, bits in self._checkpoint.items()}}
+            way = self._fetched.way(start, version)
         digests = dict(self._known[start])
-        for step in range(start + 1, version + 1):
-            metadata = self._folder.read_metadata(self._folder.read_version(step))
+        for metadata in map(self._fetched.read_metadata, way):
             for entry in metadata.tensors:
                 digests[entry.name] = add_digests(digests[entry.name], entry.moves_digest)
             found = format_digest(add_digests(*digests.values()))
             if found != metadata.state_digest:
                 raise BaseMismatch(
-                    f"version {step} does not lead to the state it claims",
+                    f"version {metadata.version} does not lead to the state it claims",
                     expected=f"state digest {metadata.state_digest}",
                     found=f"state digest {found}",
                 )

@@ -7,16 +7,16 @@ values only: the mirror writes them twice after a death, and there are workers t
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from vllm_delta_snapshot.chain import Step
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.delta_folder import DigestedChange, Lineage, WriterNotes, write_delta_folder
 from vllm_delta_snapshot.dtypes import Bits
@@ -26,6 +26,7 @@ from vllm_delta_snapshot.format.digest import add_digests, patch_digest
 from vllm_delta_snapshot.format.encodings import encoding_of
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.openrl import read_folder_metadata
+from vllm_delta_snapshot.new_folder import appearing
 from vllm_delta_snapshot.stage.area import StageArea, pair_of
 from vllm_delta_snapshot.stage.assemble import assemble_absolute, assemble_back, assemble_forward
 from vllm_delta_snapshot.stage.decode import decode
@@ -36,9 +37,18 @@ from vllm_delta_snapshot.stage.resolve import resolve
 from vllm_delta_snapshot.store.posix import PosixStore
 from vllm_delta_snapshot.types import Change, TensorDifference, TensorPatch
 
-__all__ = ["UpdateFolders", "appearing"]
+__all__ = ["UpdateFolders"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """A part of an update that is staged already, or nothing; and the deltas that lead on from there."""
+
+    rest: list[Step]
+    metadata: DeltaMetadata | None
+    changes: list[Change]
 
 
 class UpdateFolders:
@@ -68,8 +78,8 @@ class UpdateFolders:
         self._checkpoint = checkpoint
         self._start = start
         self._mirror = mirror
-        self._as_fetched: set[tuple[int, int]] = set()
-        self._absolute: set[tuple[int, int]] = set()
+        self._as_fetched: set[Step] = set()
+        self._absolute: set[Step] = set()
 
     def stage(self, base: int, version: int) -> None:
         """Have the update from `base` to `version` staged. Blocks; no work if it is.
@@ -87,9 +97,8 @@ class UpdateFolders:
         self._absolute.discard((base, version))  # what is staged from here on may be another form of it
         started = time.monotonic()
         with appearing(folder) as work:
-            if version == base + 1:
-                self._fetched.load(version)
-            if version == base + 1 and not (is_absolute and self._has_differences(version)):
+            is_own = self._fetched.is_own(base, version)
+            if is_own and not (is_absolute and self._has_differences(version)):
                 self._link(version, work)
                 self._as_fetched.add((base, version))
             else:
@@ -163,25 +172,23 @@ class UpdateFolders:
                 hint="Check the run: delta-snapshot verify <sync_dir>",
             )
 
-    def _staged_before(self, base: int, version: int) -> tuple[int, DeltaMetadata, list[Change]] | None:
+    def _staged_before(self, base: int, version: int) -> _Before | None:
         """Return the newest staged update from `base` short of `version`: only the rest is merged then."""
         pairs = [pair_of(path) for path in self._area.staged.iterdir()]
         reached = [pair[1] for pair in pairs if pair and pair[0] == base and base < pair[1] < version]
         if not reached:
             return None
         try:
-            return max(reached), *self.read(base, max(reached))
+            return _Before(self._fetched.way(max(reached), version), *self.read(base, max(reached)))
         except DeltaSnapshotError as error:
             logger.warning("staging base=%d version=%d anew: %s", base, max(reached), error)
             return None
 
-    def _forward(
-        self, base: int, version: int, known: tuple[int, DeltaMetadata, list[Change]] | None
-    ) -> Iterator[DigestedChange]:
-        reached, metadata, first = (base, [], []) if known is None else (known[0], [known[1]], [known[2]])
-        steps = fold(chain(first, self._fetched.each(reached + 1, version)))
-        metadata = [*metadata, *map(self._fetched.metadata, range(reached + 1, version + 1))]
-        return assemble_forward(steps, metadata)
+    def _forward(self, base: int, version: int, known: _Before | None) -> Iterator[DigestedChange]:
+        known = known or _Before(self._fetched.way(base, version), None, [])
+        first = [] if known.metadata is None else [known.metadata]
+        steps = fold(chain([known.changes], map(self._fetched.step_changes, known.rest)))
+        return assemble_forward(steps, [*first, *map(self._fetched.read_metadata, known.rest)])
 
     def _back(self, base: int, version: int) -> Iterator[DigestedChange]:
         if version < self._start:
@@ -192,8 +199,9 @@ class UpdateFolders:
                 found=f"version {version}",
                 hint="Start an engine from that version: delta-snapshot materialize <sync_dir>@N <folder>",
             )
-        undone = fold(self._fetched.each(version + 1, base))
-        metadata = list(map(self._fetched.metadata, range(version + 1, base + 1)))
+        way = self._fetched.way(version, base)
+        undone = fold(map(self._fetched.step_changes, way))
+        metadata = list(map(self._fetched.read_metadata, way))
         return assemble_back(lambda: self._from_start(version), undone, metadata, self._checkpoint.bits)
 
     def _to_absolute(self, digested: Iterator[DigestedChange], base: int, version: int) -> Iterator[DigestedChange]:
@@ -210,18 +218,6 @@ class UpdateFolders:
 
     def _from_start(self, version: int) -> list[Sequence[Change]]:
         return fold(self._fetched.each(self._start + 1, version))
-
-
-@contextlib.contextmanager
-def appearing(final: Path) -> Iterator[Path]:
-    """Give a hidden folder to fill, which then appears as `final`; if filling fails, nothing does."""
-    work = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
-    try:
-        work.mkdir()
-        yield work
-        work.rename(final)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _is_mixed(change: Change) -> bool:
