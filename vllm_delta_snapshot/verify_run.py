@@ -1,30 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verify a whole run in its store: every record, every file, every patch, and that the chain holds together.
 
-Goes on after a problem, so that one damaged file is told from ten. Reads every byte of every version; writes nothing
-into the store.
+Goes on after a problem, so that one damaged file is told from ten. Reads every byte of every version, merged delta and
+anchor; of versions that were pruned the records are left, and are held against each other. Writes nothing into the
+store.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
+from vllm_delta_snapshot.chain import Step
 from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, DeltaSnapshotError, StoreUnavailable
 from vllm_delta_snapshot.format import layout
-from vllm_delta_snapshot.format.version import VersionRecord
+from vllm_delta_snapshot.format.version import DeltaRecord, VersionRecord
 from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.stage.anchor import fetch_anchor
 from vllm_delta_snapshot.stage.replay import opened_version
 
 __all__ = ["RunProblem", "RunVerification", "verify_run"]
 
 Progress = Callable[[int, int, int], None]
-"""Called with (versions done, versions in all, bytes read so far)."""
+"""Called with (records done, records in all, bytes read so far)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunProblem:
-    """Something wrong with one version."""
+    """Something wrong with one version, or with an anchor or merged delta that leads to it."""
 
     version: int
     error: DeltaSnapshotError
@@ -42,6 +48,9 @@ class RunVerification:
         changed_elements: elements of all good versions.
         problems: what is wrong, in order of version.
         leftovers: folders of publications that were never committed: harmless, left by a crash.
+        pruned: deltas of versions up to this one are gone; 0 if none is.
+        anchors: how many anchors were looked at.
+        merged: how many merged deltas were looked at.
     """
 
     run_id: str
@@ -51,6 +60,9 @@ class RunVerification:
     changed_elements: int = 0
     problems: list[RunProblem] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
+    pruned: int = 0
+    anchors: int = 0
+    merged: int = 0
 
     @property
     def is_ok(self) -> bool:
@@ -72,32 +84,79 @@ def verify_run(folder: RunFolder, *, progress: Progress | None = None) -> RunVer
         ObjectNotFound, CorruptFile, UnsupportedFormat: there is no readable run.json.
         StoreUnavailable: the store went away.
     """
-    run = folder.read_run()
-    specs = run.specs()
-    existing = folder.versions()
-    result = RunVerification(run.run_id, versions=len(existing), newest=max(existing, default=0))
-    expected_version, expected_digest = 0, run.base.state_digest
-    committed: set[str] = set()
-    for done, version in enumerate(existing, start=1):
-        try:
-            record = folder.read_version(version)
-            committed.add(record.folder)
-            expected = (expected_version, expected_digest)
-            expected_version, expected_digest = version, record.state_digest
-            _check_link(record, *expected)
-            with opened_version(folder, record, specs):
-                pass  # that it opens is the check
-        except StoreUnavailable:
-            raise
-        except DeltaSnapshotError as error:
-            result.problems.append(RunProblem(version, error))
-        else:
-            result.payload_bytes += record.payload_bytes
-            result.changed_elements += record.changed_elements
-        if progress:
-            progress(done, len(existing), result.payload_bytes)
-    result.leftovers = [name for name in _delta_folders(folder) if name not in committed]
-    return result
+    return _Verifier(folder, progress).verify()
+
+
+class _Verifier:
+    """One pass over a run."""
+
+    def __init__(self, folder: RunFolder, progress: Progress | None) -> None:
+        run = folder.read_run()
+        self._folder = folder
+        self._progress = progress
+        self._specs = run.specs()
+        self._existing, self._shortcuts = folder.versions(), folder.shortcuts()
+        self._digests = {0: run.base.state_digest}
+        self._committed: set[str] = set()
+        self._result = RunVerification(
+            run.run_id,
+            versions=len(self._existing),
+            newest=max(self._existing, default=0),
+            pruned=self._shortcuts.pruned,
+            anchors=len(self._shortcuts.anchors),
+            merged=len(self._shortcuts.merged),
+        )
+
+    def verify(self) -> RunVerification:
+        checks = [(version, partial(self._version, version)) for version in self._existing]
+        checks += [(step[1], partial(self._merged, step)) for step in self._shortcuts.merged]
+        checks += [(version, partial(self._anchor, version)) for version in self._shortcuts.anchors]
+        for done, (version, check) in enumerate(checks, start=1):
+            try:
+                self._result.payload_bytes += check()
+            except StoreUnavailable:
+                raise
+            except DeltaSnapshotError as error:
+                self._result.problems.append(RunProblem(version, error))
+            if self._progress:
+                self._progress(done, len(checks), self._result.payload_bytes)
+        self._result.leftovers = [name for name in _delta_folders(self._folder) if name not in self._committed]
+        return self._result
+
+    def _version(self, version: int) -> int:
+        before = max(self._digests)
+        record = self._folder.read_version(version)
+        self._committed.add(record.folder)
+        self._digests[version] = record.state_digest
+        _check_link(record, before, self._digests[before])
+        if version <= self._shortcuts.pruned:
+            return 0
+        self._open(record)
+        self._result.changed_elements += record.changed_elements
+        return record.payload_bytes
+
+    def _merged(self, step: Step) -> int:
+        record = self._folder.read_merged(*step)
+        found = (record.base_state_digest, record.state_digest)
+        ends = (self._digests.get(step[0]), self._digests.get(step[1]))
+        if found != ends:
+            raise BaseMismatch(
+                f"the merged delta from version {step[0]} to {step[1]} does not lead from one to the other",
+                expected=f"state digests {ends[0]} and {ends[1]}",
+                found=f"state digests {found[0]} and {found[1]}",
+            )
+        self._open(record)
+        return record.payload_bytes
+
+    def _anchor(self, version: int) -> int:
+        record = self._folder.read_anchor(version)
+        with tempfile.TemporaryDirectory(prefix="delta-snapshot-") as temporary:
+            fetch_anchor(self._folder, record, Path(temporary))
+        return record.payload_bytes
+
+    def _open(self, record: DeltaRecord) -> None:
+        with opened_version(self._folder, record, self._specs):
+            pass  # that it opens is the check
 
 
 def _check_link(record: VersionRecord, version: int, state_digest: str) -> None:

@@ -18,7 +18,10 @@ from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.store.posix import PosixStore
 
 COMMAND = Path(sys.executable).with_name("delta-snapshot")
-VERBS = ("inspect", "log", "verify", "sync", "follow", "repair", "doctor", "materialize", "export", "plan")
+VERBS = (
+    *("inspect", "log", "verify", "sync", "follow", "repair", "doctor", "materialize", "export", "plan"),
+    *("compact", "anchor", "prune"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +178,9 @@ def test_verify_of_a_good_run_has_the_documented_fields(pristine: TinyRun):
         "changed_elements": 0,
         "problems": [],
         "leftovers": [],
+        "pruned_up_to": 0,
+        "anchors": 0,
+        "merged": 0,
     }
     assert snapshot_of(pristine.sync_dir) == before
 
@@ -229,6 +235,7 @@ def test_materialize_has_the_documented_fields_and_the_bits(
     outcome.assert_ok()
     found = outcome.json
     assert set(found) == documented_fields("`materialize`") | {"ok"}
+    assert found["anchor"] is None
     checkpoint = Checkpoint(tmp_path / "out")
     assert (found["ok"], found["version"], found["folder"]) == (True, version, str(tmp_path / "out"))
     assert found["state_digest"] == checkpoint.state_digest

@@ -34,7 +34,17 @@ def test_version_of_key_of_another_name_is_none(name: str):
 def test_delta_folder_is_recognised_as_of_its_version():
     folder = layout.delta_folder(42, "3f9a1c2e" + "0" * 24)
     assert folder == "deltas/00000042-3f9a1c2e"
-    assert layout.is_delta_folder(folder, 42)
+    assert layout.version_of_delta(folder) == 42
+    assert layout.version_of_anchor(folder) is None
+
+
+def test_folders_of_anchors_and_merged_deltas_are_recognised():
+    anchor, merged = layout.anchor_folder(42, "3f9a1c2e" * 4), layout.merged_folder(40, 42, "3f9a1c2e" * 4)
+    assert (anchor, merged) == ("anchors/00000042-3f9a1c2e", "merged/00000040-00000042-3f9a1c2e")
+    assert (layout.version_of_anchor(anchor), layout.step_of_merged(merged)) == (42, (40, 42))
+    assert (layout.version_of_delta(anchor), layout.step_of_merged(anchor)) == (None, None)
+    assert layout.merged_of_key("00000040-00000042.json") == (40, 42)
+    assert layout.merged_of_key("00000040-00000042-3f9a1c2e") is None
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,62 @@ def export(
 
 
 @app.command()
+def compact(
+    sync_dir: Run,
+    start: Annotated[
+        int | None, typer.Option("--from", min=0, metavar="M", help="Where to start; by default the newest anchor.")
+    ] = None,
+    to: Annotated[int | None, typer.Option(min=2, metavar="N", help="Where to end; by default the newest.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Merge the deltas between two versions into one, for engines that are far behind. Takes nothing away."""
+    from vllm_delta_snapshot.cli import maintain as verb
+
+    verb.run_compact(sync_dir, start, to, as_json=as_json)
+
+
+@app.command()
+def anchor(
+    target: Annotated[
+        str, typer.Argument(metavar="SYNC_DIR[@N]", help="The run and the version; the newest by default.")
+    ],
+    base: Annotated[
+        Path | None, typer.Option(help="The base checkpoint; by default where the trainer says it was.")
+    ] = None,
+    scratch: Annotated[
+        Path | None, typer.Option(help="A local folder with room for a checkpoint; by default the temp folder.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Publish a version as a whole checkpoint, from which late engines and trainers start."""
+    from vllm_delta_snapshot.cli import maintain as verb
+
+    verb.run_anchor(target, base, scratch, as_json=as_json)
+
+
+@app.command()
+def prune(
+    sync_dir: Run,
+    keep_versions: Annotated[int, typer.Option(min=1, help="Keep the deltas of so many newest versions.")] = 100,
+    keep_anchors: Annotated[int, typer.Option(min=1, help="Keep so many newest anchors.")] = 2,
+    keep_anchor_every: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="Besides, keep anchors of versions that are multiples of K.")
+    ] = None,
+    ack_max_age: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="An older acknowledgement holds nothing back.")
+    ] = 86400.0,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without this only what would go is shown.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete what no anchor, no living sampler and no policy needs. Shows what would go, unless --yes is given."""
+    from vllm_delta_snapshot.cli import maintain as verb
+    from vllm_delta_snapshot.retention import RetentionPolicy
+
+    policy = RetentionPolicy(keep_versions, keep_anchors, keep_anchor_every, ack_max_age)
+    verb.run_prune(sync_dir, policy, is_real=yes, as_json=as_json)
+
+
+@app.command()
 def plan(
     params: Annotated[float, typer.Option(min=1, help="Parameters of the model, such as 70e9; in bf16.")],
     gbps: Annotated[

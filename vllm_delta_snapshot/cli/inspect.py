@@ -73,7 +73,7 @@ def _describe_local(folder: Path, number: int | None) -> dict[str, Any] | None:
 def _describe_run(sync_dir: str) -> dict[str, Any]:
     folder = open_run(sync_dir)
     info = folder.read_run()
-    versions = folder.versions()
+    versions, shortcuts = folder.versions(), folder.shortcuts()
     specs = info.specs()
     return {
         "kind": "run",
@@ -89,6 +89,9 @@ def _describe_run(sync_dir: str) -> dict[str, Any]:
         "encodings": list(info.encodings),
         "num_versions": len(versions),
         "newest_version": max(versions, default=0),
+        "anchors": list(shortcuts.anchors),
+        "merged": [list(step) for step in shortcuts.merged],
+        "pruned_up_to": shortcuts.pruned,
     }
 
 
@@ -163,10 +166,12 @@ def _for_people(name: str, value: Any) -> str:
         return human_bytes(value)
     if name == "files":
         return ", ".join(f"{entry['name']} ({human_bytes(entry['bytes'])})" for entry in value)
+    if name == "merged":
+        return ", ".join(f"{base} to {version}" for base, version in value) or "-"
     if name == "missing":
         return ", ".join(f"{first} to {last}" if last > first else str(first) for first, last in value) or "-"
     if isinstance(value, list):
-        return " ".join(map(str, value))
+        return " ".join(map(str, value)) or "-"
     if isinstance(value, dict):
         return " ".join(f"{key}={number:.4g}" for key, number in value.items()) or "-"
     if isinstance(value, int):

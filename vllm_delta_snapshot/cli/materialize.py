@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from vllm_delta_snapshot.cli.output import print_json, progress_bar, reported
-from vllm_delta_snapshot.cli.targets import base_of_chain, base_of_run, find_foreign, open_run_at
+from vllm_delta_snapshot.cli.targets import base_of_chain, base_or_anchor, find_foreign, open_run_at
 from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.neighbours.chain import ForeignChain
 from vllm_delta_snapshot.neighbours.materialize import materialize_chain
@@ -32,7 +32,7 @@ def run(targets: Sequence[str], out: Path, base: Path | None, *, as_json: bool) 
 def _run(target: str, out: Path, base: Path | None, *, command: str, as_json: bool) -> None:
     with reported(as_json=as_json), progress_bar("materializing", as_json=as_json) as bar:
         folder, version = open_run_at(target)
-        checkpoint = base_of_run(folder, base, command=command, as_json=as_json)
+        checkpoint = base_or_anchor(folder, version, base, command=command, as_json=as_json)
         task = bar.add_task("", total=None)
         report = materialize(
             folder,

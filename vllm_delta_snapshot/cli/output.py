@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from vllm_delta_snapshot.errors import CompatibilityError, DeltaSnapshotError, LimitExceeded, StoreUnavailable
@@ -89,7 +89,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     """Print a table to stdout; the first column is text, the others are numbers unless they begin with a letter."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        is_text = number == 0 or column in ("metrics", "dtype", "created", "file", "for example", "why")
+        is_text = number == 0 or column in ("metrics", "dtype", "created", "kept", "file", "for example", "why")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(str, row))
@@ -122,9 +122,17 @@ def data_only_on_stdout() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_bar(title: str, *, as_json: bool) -> Iterator[Progress]:
-    """Show a progress bar on stderr; none if that is no terminal, with ``--json``, or if the user wants none."""
+def progress_bar(title: str, *, as_json: bool, unit: str = "versions") -> Iterator[Progress]:
+    """Show a progress bar on stderr; none if that is no terminal, with ``--json``, or if the user wants none.
+
+    Args:
+        title: what is being done.
+        as_json: whether ``--json`` was given.
+        unit: what is counted; ``bytes`` also shows the rate.
+    """
     is_off = as_json or not sys.stderr.isatty() or bool(os.environ.get("DELTA_SNAPSHOT_NO_PROGRESS"))
-    columns = (TextColumn(title), BarColumn(), TextColumn("{task.completed}/{task.total} versions"))
+    counted = TextColumn(f"{{task.completed}}/{{task.total}} {unit}")
+    amounts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (counted,)
+    columns = (TextColumn(title), BarColumn(), *amounts)
     with Progress(*columns, console=Console(stderr=True), disable=is_off, transient=True) as progress:
         yield progress

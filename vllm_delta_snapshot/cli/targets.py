@@ -14,7 +14,7 @@ from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 from vllm_delta_snapshot.store.posix import PosixStore
 
-__all__ = ["base_of_chain", "base_of_run", "find_foreign", "open_run_at", "split_folder"]
+__all__ = ["base_of_chain", "base_of_run", "base_or_anchor", "find_foreign", "open_run_at", "split_folder"]
 
 
 def split_folder(target: str) -> tuple[Path | None, int | None]:
@@ -79,6 +79,27 @@ def base_of_run(folder: RunFolder, base: Path | None, *, command: str, as_json: 
                 hint=f"Say where it is: {command} --base FOLDER",
             )
     return Checkpoint(name)
+
+
+def base_or_anchor(
+    folder: RunFolder, version: int, base: Path | None, *, command: str, as_json: bool
+) -> Checkpoint | None:
+    """Return the base checkpoint of a run as `base_of_run` does; ``None`` if it is not here but an anchor serves.
+
+    Args:
+        folder: the run.
+        version: the version to reach.
+        base: what the user says.
+        command: the command so far, for the hint.
+        as_json: whether ``--json`` was given.
+
+    Raises:
+        Exit, ObjectNotFound, CorruptFile, UnsupportedFormat: see `base_of_run`.
+    """
+    is_here = base is not None or Path(folder.read_run().base.name).is_dir()
+    if not is_here and any(number <= version for number in folder.shortcuts().anchors):
+        return None
+    return base_of_run(folder, base, command=command, as_json=as_json)
 
 
 def base_of_chain(base: Path | None, *, command: str, as_json: bool) -> Checkpoint:

@@ -78,6 +78,9 @@ def _as_json(found: RunVerification) -> dict[str, object]:
         "changed_elements": found.changed_elements,
         "problems": [{"version": problem.version, **problem.error.to_fields()} for problem in found.problems],
         "leftovers": found.leftovers,
+        "pruned_up_to": found.pruned,
+        "anchors": found.anchors,
+        "merged": found.merged,
     }
 
 
@@ -88,6 +91,10 @@ def _print(found: RunVerification) -> None:
         typer.echo(f"leftover of a publication that was never committed (harmless): {name}", err=True)
     if found.is_ok:
         good = f"{found.versions} versions, newest {found.newest}, {human_bytes(found.payload_bytes)} of payload"
+        if found.anchors or found.merged:
+            good += f", {found.anchors} anchors, {found.merged} merged deltas"
+        if found.pruned:
+            good += f", deltas up to version {found.pruned} pruned"
         typer.echo(f"ok: {good}, run {found.run_id}")
     else:
         damaged = len({problem.version for problem in found.problems})

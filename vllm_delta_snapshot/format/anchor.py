@@ -43,7 +43,7 @@ class AnchorRecord(WireModel):
 
     @model_validator(mode="after")
     def _check(self) -> AnchorRecord:
-        if not layout.is_anchor_folder(self.folder, self.version):
+        if layout.version_of_anchor(self.folder) != self.version:
             raise ValueError(f"folder {self.folder!r} is not a folder of an anchor of version {self.version}")
         return self
 

@@ -7,6 +7,7 @@ values. Every encoding's own name is a policy too, and forces it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +18,7 @@ from vllm_delta_snapshot.errors import UnsupportedFormat
 from vllm_delta_snapshot.format.encodings import ENCODINGS, encoding_of
 from vllm_delta_snapshot.types import Change, Positions, TensorDifference, TensorPatch, TensorSpec
 
-__all__ = ["POLICIES", "choose", "encodings_of"]
+__all__ = ["POLICIES", "choose", "encoding_for", "encodings_of"]
 
 _ABSOLUTE: Final = ("raw", "packed", "bitmap", "dense")
 _DIFFERENCE: Final = ("raw_difference", "difference", "bitmap_difference", "dense_difference")
@@ -82,6 +83,25 @@ def choose(policy: str, spec: TensorSpec, positions: Positions, old: Bits, new: 
     if is_difference:
         return Chosen(TensorDifference(spec, positions, new - old), name)
     return Chosen(TensorPatch(spec, positions, new), name)
+
+
+def encoding_for(change: Change, allowed: Sequence[str]) -> str:
+    """Choose an encoding for a change whose form is given, as merging leaves it.
+
+    Args:
+        change: the change.
+        allowed: the encodings of the run.
+
+    Returns:
+        One that is allowed, if there is one for a change of this form.
+    """
+    is_difference = isinstance(change, TensorDifference)
+    plain = "raw_difference" if is_difference else "raw"
+    if isinstance(change, TensorDifference) and change.is_mixed:
+        return plain
+    compact = _of_density(change.spec, change.changed, is_difference)
+    fallback = "difference" if is_difference else "packed"
+    return next((name for name in (compact, fallback) if name in allowed), plain)
 
 
 def _of_density(spec: TensorSpec, changed: int, is_difference: bool) -> str:

@@ -26,14 +26,14 @@ __all__ = [
     "check_file_name",
     "delta_file_name",
     "delta_folder",
-    "is_anchor_folder",
-    "is_delta_folder",
-    "is_merged_folder",
     "merged_folder",
     "merged_key",
     "merged_of_key",
     "pruned_key",
+    "step_of_merged",
     "version_key",
+    "version_of_anchor",
+    "version_of_delta",
     "version_of_key",
 ]
 
@@ -102,10 +102,10 @@ def delta_folder(version: int, publication_id: str) -> str:
     return f"{DELTAS_FOLDER}/{version:08d}-{publication_id[:8]}"
 
 
-def is_delta_folder(folder: str, version: int) -> bool:
-    """Say whether `folder` is where a delta of this version may lie."""
+def version_of_delta(folder: str) -> int | None:
+    """Return the version that a folder under `deltas/` belongs to; ``None`` for anything else."""
     match = _DELTA_FOLDER.fullmatch(folder)
-    return match is not None and int(match[1]) == version
+    return int(match[1]) if match else None
 
 
 def anchor_folder(version: int, publication_id: str) -> str:
@@ -118,16 +118,16 @@ def merged_folder(base_version: int, version: int, publication_id: str) -> str:
     return f"{MERGED_FOLDER}/{_padded(base_version)}-{_padded(version)}-{publication_id[:8]}"
 
 
-def is_anchor_folder(folder: str, version: int) -> bool:
-    """Say whether `folder` is where an anchor of this version may lie."""
+def version_of_anchor(folder: str) -> int | None:
+    """Return the version that a folder under `anchors/` belongs to; ``None`` for anything else."""
     match = _ANCHOR_FOLDER.fullmatch(folder)
-    return match is not None and int(match[1]) == version
+    return int(match[1]) if match else None
 
 
-def is_merged_folder(folder: str, base_version: int, version: int) -> bool:
-    """Say whether `folder` is where a merged delta between these versions may lie."""
+def step_of_merged(folder: str) -> tuple[int, int] | None:
+    """Return base version and version that a folder under `merged/` belongs to; ``None`` for anything else."""
     match = _MERGED_FOLDER.fullmatch(folder)
-    return match is not None and (int(match[1]), int(match[2])) == (base_version, version)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def delta_file_name(number: int | None) -> str:

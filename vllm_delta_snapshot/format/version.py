@@ -49,7 +49,7 @@ class VersionRecord(DeltaRecord):
 
     @model_validator(mode="after")
     def _check(self) -> VersionRecord:
-        if not layout.is_delta_folder(self.folder, self.version):
+        if layout.version_of_delta(self.folder) != self.version:
             raise ValueError(f"folder {self.folder!r} is not a folder of version {self.version}")
         if self.base_version >= self.version:
             raise ValueError(f"base version {self.base_version} is not before version {self.version}")
@@ -63,7 +63,7 @@ class MergedRecord(DeltaRecord):
 
     @model_validator(mode="after")
     def _check(self) -> MergedRecord:
-        if not layout.is_merged_folder(self.folder, self.base_version, self.version):
+        if layout.step_of_merged(self.folder) != (self.base_version, self.version):
             raise ValueError(f"folder {self.folder!r} is not one between {self.base_version} and {self.version}")
         if self.base_version > self.version - 2:
             raise ValueError(f"from {self.base_version} to {self.version} there is nothing to merge")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Store", "SweepsUploads"]
+__all__ = ["HasFolders", "Store", "SweepsUploads"]
 
 
 class Store(Protocol):
@@ -117,5 +117,18 @@ class SweepsUploads(Protocol):
 
         Raises:
             StoreError, StoreUnavailable: they cannot be listed or aborted.
+        """
+        ...
+
+
+@runtime_checkable
+class HasFolders(Protocol):
+    """A store in which a folder is something of its own, and stays when its last object goes."""
+
+    def remove_empty(self, folder: str) -> None:
+        """Remove a folder if nothing is in it.
+
+        Raises:
+            StoreError: it could not be removed.
         """
         ...

@@ -123,6 +123,16 @@ class PosixStore:
         with contextlib.suppress(ObjectNotFound), _reported(path):
             path.unlink()
 
+    def remove_empty(self, folder: str) -> None:
+        """See `HasFolders.remove_empty`."""
+        path = self._path(folder)
+        with contextlib.suppress(ObjectNotFound), _reported(path):
+            for hidden in path.iterdir():  # of a put that was cut off
+                if hidden.name.startswith("."):
+                    hidden.unlink(missing_ok=True)
+            if not any(path.iterdir()):
+                path.rmdir()
+
     def check_exclusive_create(self) -> None:
         """See `Store.check_exclusive_create`."""
         if not self._single_writer:
