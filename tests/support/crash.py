@@ -29,7 +29,7 @@ CALLS = ("open", "write", "fsync", "link", "unlink", "mkdir", "rename", "replace
 def train(base: Path, sync_dir: Path, steps: int) -> None:
     """Publish `steps` versions."""
     trainer = TinyTrainer()
-    publisher = DeltaPublisher(trainer, sync_dir=str(sync_dir), base=base)
+    publisher = DeltaPublisher(trainer, sync_dir=str(sync_dir), base=base, asynchronous=False)
     for step in range(1, steps + 1):
         trainer.step(step)
         publisher.publish()

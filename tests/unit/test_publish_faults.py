@@ -38,11 +38,13 @@ def opened(request: pytest.FixtureRequest, base: Path, monkeypatch: pytest.Monke
     """Return a function that opens a publisher on a given store."""
     encoding, _, is_encoded = request.param.partition(", ")
     if is_encoded:
-        monkeypatch.setattr("trainer_hooks.publisher.KeptChanges", partial(KeptChanges, 0))
+        monkeypatch.setattr("trainer_hooks.writing.KeptChanges", partial(KeptChanges, 0))
 
     def open_publisher(source: object, store: Store) -> DeltaPublisher:
         monkeypatch.setattr("trainer_hooks.publisher.open_store", lambda uri, *, single_writer: store)
-        return DeltaPublisher(source, sync_dir=store.uri, base=base, max_file_bytes=40, encoding=encoding)
+        return DeltaPublisher(
+            source, sync_dir=store.uri, base=base, max_file_bytes=40, encoding=encoding, asynchronous=False
+        )
 
     return open_publisher
 
@@ -306,7 +308,9 @@ def test_store_without_hard_links_is_accepted_for_a_single_writer(
 ):
     monkeypatch.setattr(os, "link", _no_links)
     trainer = TinyTrainer()
-    publisher = DeltaPublisher(trainer, sync_dir=str(tmp_path / "run"), base=base, single_writer=True)
+    publisher = DeltaPublisher(
+        trainer, sync_dir=str(tmp_path / "run"), base=base, single_writer=True, asynchronous=False
+    )
     trainer.step(1)
     publisher.publish()
     assert_same_state(replay(tmp_path / "run", base, tmp_path)[-1], trainer.state())
@@ -319,7 +323,7 @@ def _no_links(*paths: object) -> None:
 def test_full_disk_fails_the_publication_and_the_next_one_carries_it(base: Path, tmp_path: Path):
     with tmpfs(tmp_path / "small", "200k") as folder:
         trainer = TinyTrainer()
-        publisher = DeltaPublisher(trainer, sync_dir=str(folder / "run"), base=base)
+        publisher = DeltaPublisher(trainer, sync_dir=str(folder / "run"), base=base, asynchronous=False)
         trainer.step(1)
         publisher.publish()
         filler = folder / "filler"
