@@ -9,7 +9,7 @@ from typing import Any
 from tests.support.faults import FaultyStore, When
 from vllm_delta_snapshot.store import Store
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class GatedStore(FaultyStore):

@@ -22,6 +22,7 @@ def test_trainer_that_ends_with_a_publication_under_way_finishes_it_or_gives_it_
     assert "publication of version 1 was given up after 0.05 s, as the interpreter ends" in done.stderr
     trainer = TinyTrainer()
     trainer.step(1)
+    trainer.step(2)
     published = trainer.state()
     for way in WAYS:
         sync_dir, scratch = ram_path / way.__name__, ram_path / f"scratch-{way.__name__}"
