@@ -165,7 +165,7 @@ class _Ours:
         self._trainer = trainer
         self._sync_dir = folder / "run"
         self._publisher = DeltaPublisher(
-            trainer.weights, sync_dir=str(self._sync_dir), base=trainer.base, encoding=encoding
+            trainer.weights, sync_dir=str(self._sync_dir), base=trainer.base, encoding=encoding, asynchronous=False
         )
         self._store = self._publisher._store
         self._llm = _llm(trainer.base)

@@ -171,7 +171,7 @@ class _Trainer:
         model.save_pretrained(self.base)
         self._weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         self.elements = sum(tensor.numel() for tensor in self._weights.values())
-        self._publisher = DeltaPublisher(self._weights, sync_dir=str(self.sync_dir), base=self.base)
+        self._publisher = DeltaPublisher(self._weights, sync_dir=str(self.sync_dir), base=self.base, asynchronous=False)
         self._hidden: list[tuple[Path, Path]] = []
         self._generator = torch.Generator().manual_seed(0)
         self.version = self.changes = 0

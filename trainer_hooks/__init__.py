@@ -14,6 +14,7 @@ commits, `publisher` ties these together, `resume` finds the way back after a re
 
 from trainer_hooks.publisher import DeltaPublisher, Publication, PublishReport
 from trainer_hooks.source import IterableSource, ModuleSource, ParameterSource, SourceItem
+from vllm_delta_snapshot.upkeep import UpkeepPolicy
 
 __all__ = [
     "DeltaPublisher",
@@ -23,4 +24,5 @@ __all__ = [
     "Publication",
     "PublishReport",
     "SourceItem",
+    "UpkeepPolicy",
 ]

@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a publisher gives back, and what it needs of a fleet of engines."""
+"""What a publisher gives back, what it notes beside a version, and what it needs of a fleet of engines."""
 
 from __future__ import annotations
 
+import logging
+import math
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-__all__ = ["Fleet", "Publication", "PublishReport"]
+from trainer_hooks.background import Task
+from vllm_delta_snapshot.delta_folder import WriterNotes
+from vllm_delta_snapshot.errors import NotPublished, SourceError
+
+__all__ = ["Fleet", "Publication", "PublishReport", "notes_of"]
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R", covariant=True)
 
@@ -25,7 +35,8 @@ class PublishReport:
         checkpoint_bytes: bytes of the whole checkpoint, for comparison.
         folder: its folder under sync_dir.
         diff_s: seconds for the comparison.
-        total_s: seconds for the whole call.
+        total_s: seconds from the call to the commit.
+        blocked_s: seconds of these for which the call blocked: for the publication before, and for the diff.
     """
 
     run_id: str
@@ -38,31 +49,79 @@ class PublishReport:
     folder: str
     diff_s: float
     total_s: float
+    blocked_s: float
 
     @property
     def density(self) -> float:
         """Changed elements / total elements."""
         return self.changed_elements / max(1, self.total_elements)
 
+    def log(self) -> None:
+        """Write the line of a committed version."""
+        logger.info(
+            "published version=%d changed=%d density=%.5f tensors=%d bytes=%d diff_s=%.3f blocked_s=%.3f total_s=%.3f",
+            self.version,
+            self.changed_elements,
+            self.density,
+            self.changed_tensors,
+            self.payload_bytes,
+            self.diff_s,
+            self.blocked_s,
+            self.total_s,
+        )
 
-@dataclass(frozen=True, slots=True)
+
 class Publication:
-    """The handle of a publication. In this version `publish` blocks, so it is always committed.
+    """The handle of a publication: under way, committed, failed, or skipped. Any thread may use it.
 
-    Attributes:
-        report: what it was.
+    Args:
+        version: the version that it makes; ``None`` if it was skipped.
+        outcome: its report, or the work that will have one; ``None`` if it was skipped.
     """
 
-    report: PublishReport
+    def __init__(self, version: int | None, outcome: Task[PublishReport] | PublishReport | None) -> None:
+        self._version = version
+        self._outcome = outcome
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the call found an earlier publication still running, and left its changes to the next call."""
+        return self._outcome is None
 
     @property
     def version(self) -> int:
-        """The version it made."""
-        return self.report.version
+        """The version it makes; exists once it is committed. Does not block.
 
-    def wait(self) -> PublishReport:
-        """Return the report once the version is committed."""
-        return self.report
+        Raises:
+            NotPublished: it was skipped, and makes none.
+        """
+        if self._version is None:
+            raise _skipped()
+        return self._version
+
+    @property
+    def report(self) -> PublishReport:
+        """What it was: `wait` without a limit."""
+        return self.wait()
+
+    def done(self) -> bool:
+        """Say whether it has ended, well or not, or never began. Does not block."""
+        return not isinstance(self._outcome, Task) or self._outcome.join(0)
+
+    def wait(self, timeout_s: float | None = None) -> PublishReport:
+        """Return the report once the version is committed. Blocks.
+
+        Args:
+            timeout_s: how long at most; ``None`` for no limit.
+
+        Raises:
+            NotPublished: it was skipped or abandoned, or still runs after this time.
+            VersionConflict: another trainer is publishing into this run.
+            StoreError, StoreUnavailable: it failed; the next publication carries its changes.
+        """
+        if self._outcome is None:
+            raise _skipped()
+        return self._outcome.result(timeout_s) if isinstance(self._outcome, Task) else self._outcome
 
 
 class Fleet(Protocol[R]):
@@ -71,3 +130,25 @@ class Fleet(Protocol[R]):
     def sync(self, version: int, *, run_id: str | None = None) -> R:
         """Bring them there, and report."""
         ...
+
+
+def notes_of(base_model: str, step: int | None, metrics: Mapping[str, float] | None) -> WriterNotes:
+    """Check what the caller wants recorded, before anything is written.
+
+    Raises:
+        SourceError: a metric is no finite number.
+    """
+    numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise SourceError(
+                f"metric {name} is not a finite number", found=value, hint="Leave it out; JSON cannot hold it."
+            )
+    return WriterNotes(base_model, None if step is None else operator.index(step), numbers)
+
+
+def _skipped() -> NotPublished:
+    return NotPublished(
+        "the call was skipped, since the publication before it was still running",
+        hint="The next publication carries its changes; ask is_skipped before.",
+    )

@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from typing import IO, Final
+from typing import IO, Final, Self
 
+from trainer_hooks.publication import PublishReport
 from vllm_delta_snapshot.upkeep import UpkeepOrder, UpkeepPolicy
 
 __all__ = ["SideUpkeep"]
@@ -37,16 +38,17 @@ class SideUpkeep:
         self._since_anchor = 0.0
         self._is_due = False
 
-    def after(self, version: int, payload_bytes: int, checkpoint_bytes: int) -> None:
-        """Note a commit, and start a process if something may be due and none is at work. Returns at once.
+    @classmethod
+    def of(cls, policy: UpkeepPolicy | None, sync_dir: str, base: str, *, single_writer: bool) -> Self | None:
+        """Return one that follows a policy; ``None`` if there is none."""
+        if policy is None:
+            return None
+        return cls(UpkeepOrder(sync_dir=sync_dir, base=base, single_writer=single_writer, policy=policy))
 
-        Args:
-            version: the version that was committed.
-            payload_bytes: its bytes.
-            checkpoint_bytes: the bytes of a whole checkpoint.
-        """
-        self._since_anchor += payload_bytes / max(1, checkpoint_bytes)
-        self._is_due = self._is_due or self._may_be_due(self._order.policy, version)
+    def after(self, report: PublishReport) -> None:
+        """Note a commit, and start a process if something may be due and none is at work. Returns at once."""
+        self._since_anchor += report.payload_bytes / max(1, report.checkpoint_bytes)
+        self._is_due = self._is_due or self._may_be_due(self._order.policy, report.version)
         if self._is_due and self._is_free():
             self._is_due = False
             self._start()

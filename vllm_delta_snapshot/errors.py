@@ -20,6 +20,7 @@
     |  |- OutOfOrder                 the engine is already past the version asked for
     |  `- VersionConflict            another trainer committed this version
     |- SourceError                   the trainer's tensors do not fit the base checkpoint
+    |- NotPublished                  skipped, abandoned or not committed yet; the next publication carries it
     |- StageError                    staging failed or did not end in time
     |  |- NotStaged                  not there yet; ask again
     |  `- MirrorBusy                 a worker reads the mirror just now; try again
@@ -54,6 +55,7 @@ __all__ = [
     "LimitExceeded",
     "MirrorBusy",
     "NotInitialized",
+    "NotPublished",
     "NotStaged",
     "ObjectExists",
     "ObjectNotFound",
@@ -236,6 +238,12 @@ class VersionConflict(ChainError):
 
 class SourceError(DeltaSnapshotError):
     """The trainer's tensors do not fit the base checkpoint."""
+
+
+class NotPublished(DeltaSnapshotError):
+    """There is no such version, at least not yet: the call was skipped or abandoned, or still runs."""
+
+    recovery = Recovery.REPUBLISH
 
 
 class StageError(DeltaSnapshotError):

@@ -110,12 +110,12 @@ class TestObjectStores(StoreContract):
     ):
         trainer = TinyTrainer()
         base = write_checkpoint(tmp_path / "base", trainer.weights)
-        publisher = DeltaPublisher(trainer, sync_dir=store.uri, base=base)
+        publisher = DeltaPublisher(trainer, sync_dir=store.uri, base=base, asynchronous=False)
         run = TinyRun(base, tmp_path, trainer, publisher, [trainer.state()])
         for number in (1, 2, 3):
             trainer.step(number)
             if number == 3:  # a trainer that was restarted
-                run.publisher = DeltaPublisher(trainer, sync_dir=store.uri, base=base)
+                run.publisher = DeltaPublisher(trainer, sync_dir=store.uri, base=base, asynchronous=False)
             assert run.publisher.publish().version == number
             run.history.append(trainer.state())
         folder = RunFolder(open_store(store.uri))
@@ -185,9 +185,11 @@ def test_store_that_knows_no_conditions_is_found_out_before_anything_is_publishe
         for name, value in dumb.environment.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ExclusiveCreateUnsupported, match="single_writer=True"):
-            DeltaPublisher(trainer, sync_dir="s3://bucket/run", base=base)
+            DeltaPublisher(trainer, sync_dir="s3://bucket/run", base=base, asynchronous=False)
         assert open_store("s3://bucket/run").list("") == []
-        publisher = DeltaPublisher(trainer, sync_dir="s3://bucket/run", base=base, single_writer=True)
+        publisher = DeltaPublisher(
+            trainer, sync_dir="s3://bucket/run", base=base, single_writer=True, asynchronous=False
+        )
         trainer.step(1)
         assert publisher.publish().version == 1
         assert verify_run(RunFolder(open_store("s3://bucket/run"))).is_ok

@@ -27,12 +27,13 @@ CALLS = ("open", "write", "fsync", "link", "unlink", "mkdir", "rename", "replace
 
 
 def train(base: Path, sync_dir: Path, steps: int) -> None:
-    """Publish `steps` versions."""
+    """Publish `steps` versions, each behind the next step: it is that thread which makes most calls."""
     trainer = TinyTrainer()
-    publisher = DeltaPublisher(trainer, sync_dir=str(sync_dir), base=base)
-    for step in range(1, steps + 1):
-        trainer.step(step)
-        publisher.publish()
+    with DeltaPublisher(trainer, sync_dir=str(sync_dir), base=base) as publisher:
+        for step in range(1, steps + 1):
+            trainer.step(step)
+            publisher.publish()
+        trainer.step(steps + 1)  # while the last one is under way
 
 
 def count_calls(last: int | None, report: int) -> None:

@@ -46,12 +46,12 @@ def make_float_run(folder: Path, encodings: list[str]) -> FloatRun:
     state = {spec.name: random_bits(spec.dtype, spec.numel, spec.name) for spec in FLOAT_SPECS}
     base = write_checkpoint(folder / "base", _tensors(state))
     # The run allows what its first publisher may write: anything.
-    publisher = DeltaPublisher(_tensors(state), sync_dir=str(folder / "run"), base=base, threads=1)
+    publisher = DeltaPublisher(_tensors(state), sync_dir=str(folder / "run"), base=base, threads=1, asynchronous=False)
     run = FloatRun(base, folder / "run", publisher, [_copy(state)])
     for version, encoding in enumerate(encodings, start=1):
         _step(state, version)
         run.publisher = DeltaPublisher(
-            _tensors(state), sync_dir=str(run.sync_dir), base=base, encoding=encoding, threads=1
+            _tensors(state), sync_dir=str(run.sync_dir), base=base, encoding=encoding, threads=1, asynchronous=False
         )
         run.publisher.publish(step=version)
         run.history.append(_copy(state))

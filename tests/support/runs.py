@@ -122,7 +122,9 @@ def make_run(
     trainer = TinyTrainer(seed)
     base = write_checkpoint(folder / "base", trainer.weights)
     limits = {} if max_file_bytes is None else {"max_file_bytes": max_file_bytes}
-    publisher = DeltaPublisher(trainer, sync_dir=str(folder / "run"), base=base, encoding=encoding, **limits)
+    publisher = DeltaPublisher(
+        trainer, sync_dir=str(folder / "run"), base=base, encoding=encoding, **limits, asynchronous=False
+    )
     run = TinyRun(base, folder / "run", trainer, publisher, [trainer.state()])
     for number in range(1, versions + 1):
         trainer.step(number)
@@ -139,7 +141,9 @@ def make_mixed_run(folder: Path, versions: int = len(MIXED)) -> TinyRun:
     """Publish versions in different encodings, each by a publisher that resumes the run."""
     run = make_run(folder, 0)
     for number, encoding in zip(range(1, versions + 1), MIXED, strict=False):
-        run.publisher = DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding=encoding)
+        run.publisher = DeltaPublisher(
+            run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding=encoding, asynchronous=False
+        )
         run.trainer.step(number)
         run.publisher.publish()
         run.history.append(run.trainer.state())
@@ -148,18 +152,22 @@ def make_mixed_run(folder: Path, versions: int = len(MIXED)) -> TinyRun:
 
 def forge_old_value(run: TinyRun, encoding: str) -> str:
     """Publish one version by a trainer that remembers one element wrong; return the tensor's name."""
-    publisher = DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding=encoding)
+    publisher = DeltaPublisher(
+        run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding=encoding, asynchronous=False
+    )
     name = TINY_SPECS[0].name
     state = run.trainer.state()[name]
     run.trainer.poke(name, np.array([5]), state[[5]] + np.uint16(1))
-    publisher._baseline.bits(name)[5] ^= np.uint16(2)
+    publisher._published.baseline.bits(name)[5] ^= np.uint16(2)
     publisher.publish()
     return name
 
 
 def forge_difference(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> str:
     """Publish one version whose payload says another difference than its digests; return the tensor's name."""
-    publisher = DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding="difference")
+    publisher = DeltaPublisher(
+        run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding="difference", asynchronous=False
+    )
     name = TINY_SPECS[0].name
     run.trainer.poke(name, np.array([5]), run.trainer.state()[name][[5]] + np.uint16(1))
 
@@ -168,7 +176,7 @@ def forge_difference(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> str:
         return replace(chosen, change=replace(chosen.change, values=chosen.change.values + np.uint16(1)))
 
     with monkeypatch.context() as patched:
-        patched.setattr("trainer_hooks.publisher.choose", forged)
+        patched.setattr("trainer_hooks.writing.choose", forged)
         publisher.publish()
     return name
 

@@ -150,6 +150,7 @@ def test_export_of_differences_that_add_up_to_nothing_is_empty(tmp_path: Path):
         sync_dir=str(tmp_path / "run"),
         base=write_checkpoint(tmp_path / "base", base),
         encoding="raw_difference",
+        asynchronous=False,
     )
     for sign in (1, -1):
         weights["w"].view(torch.int16)[2] += sign
@@ -168,6 +169,7 @@ def test_odd_bits_are_exported_as_they_are(tmp_path: Path):
         sync_dir=str(tmp_path / "run"),
         base=write_checkpoint(tmp_path / "base", base),
         encoding="difference",
+        asynchronous=False,
     )
     publisher.publish()
     folder = RunFolder(PosixStore(tmp_path / "run"))

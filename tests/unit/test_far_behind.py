@@ -131,7 +131,7 @@ def test_late_engine_jumps_to_the_anchor_and_goes_on_from_there(late: Host) -> N
     late.tell(1, VERSIONS, places)
     publisher = DeltaPublisher(late.run.trainer, sync_dir=str(late.run.sync_dir), base=late.run.base)
     late.run.trainer.step(VERSIONS + 1)
-    publisher.publish()
+    publisher.publish().wait()
     late.run.history.append(late.run.trainer.state())
     late.stager.step()
     late.check_update(VERSIONS, VERSIONS + 1)
@@ -224,7 +224,7 @@ def test_trainer_goes_on_from_the_anchor(pruned: TinyRun) -> None:
     publisher = DeltaPublisher(pruned.trainer, sync_dir=str(pruned.sync_dir), base=pruned.base)
     assert publisher.version == VERSIONS
     pruned.trainer.step(VERSIONS + 1)
-    assert publisher.publish().version == VERSIONS + 1
+    assert publisher.publish().wait().version == VERSIONS + 1
     assert verify_run(pruned.folder).is_ok
 
 

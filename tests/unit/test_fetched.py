@@ -154,7 +154,7 @@ from vllm_delta_snapshot.stage.stager import Stager
 folder = Path(sys.argv[1])
 weights = {"w": torch.zeros(4 << 20, dtype=torch.bfloat16)}
 write_checkpoint(folder / "base", weights)
-publisher = DeltaPublisher(weights, sync_dir=str(folder / "run"), base=folder / "base")
+publisher = DeltaPublisher(weights, sync_dir=str(folder / "run"), base=folder / "base", asynchronous=False)
 bits = weights["w"].view(torch.int16).numpy()
 for number in range(int(sys.argv[2])):
     bits[np.random.default_rng(number).random(bits.size) < 0.25] += 1

@@ -98,7 +98,9 @@ def test_checkpoint_of_every_type_has_the_trainers_bits(tmp_path: Path, encoding
     states[3]["BOOL"] &= 1
     weights = {code: to_torch(bits, specs[code]) for code, bits in states[0].items()}
     base = write_checkpoint(tmp_path / "base", weights)
-    publisher = DeltaPublisher(weights, sync_dir=str(tmp_path / "run"), base=base, encoding=encoding)
+    publisher = DeltaPublisher(
+        weights, sync_dir=str(tmp_path / "run"), base=base, encoding=encoding, asynchronous=False
+    )
     for state in states[1:]:
         for code, bits in state.items():
             weights[code].copy_(to_torch(bits, specs[code]))

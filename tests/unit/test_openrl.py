@@ -45,6 +45,7 @@ def published(
         encoding=encoding,
         threads=1,
         **options,
+        asynchronous=False,
     )
     return folder / "run" / publisher.publish().report.folder
 

@@ -27,7 +27,7 @@ def check_restart(base: Path, sync_dir: Path, scratch: Path, steps: int) -> int:
         for found, expected in zip(replay(sync_dir, base, scratch / "before"), history, strict=False):
             assert_same_state(found, expected)
     trainer.step(steps + 1)
-    publisher = DeltaPublisher(trainer, sync_dir=str(sync_dir), base=base)
+    publisher = DeltaPublisher(trainer, sync_dir=str(sync_dir), base=base, asynchronous=False)
     assert publisher.publish().version == len(visible) + 1
     assert_same_state(replay(sync_dir, base, scratch / "after")[-1], trainer.state())
     return len(visible)

@@ -44,6 +44,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def open_publisher(source: object, tmp_path: Path, **options: object) -> DeltaPublisher:
+    options = {"asynchronous": False} | options
     return DeltaPublisher(source, sync_dir=str(tmp_path / "run"), base=tmp_path / "base", **options)
 
 
@@ -75,7 +76,7 @@ def test_small_moves_are_published_as_differences_and_others_as_they_are(tmp_pat
 def published(folder: Path, threads: int, encoding: str) -> list[object]:
     """Publish three versions, each of several files and pieces; return all that is in them but ids and times."""
     run = make_run(folder, 0)
-    options = {"threads": threads, "encoding": encoding, "max_file_bytes": 200}
+    options = {"threads": threads, "encoding": encoding, "max_file_bytes": 200, "asynchronous": False}
     publisher = DeltaPublisher(run.trainer, sync_dir=str(folder / "again"), base=run.base, **options)
     reader = RunFolder(PosixStore(folder / "again"))
     said: list[object] = []
@@ -88,7 +89,7 @@ def published(folder: Path, threads: int, encoding: str) -> list[object]:
         files = snapshot_of(folder / "again" / report.folder)
         said.append({name: data for name, data in files.items() if name != "metadata.json"})
         said.append(metadata.model_dump(exclude=own))
-        said.append(replace(report, run_id="", folder="", diff_s=0.0, total_s=0.0))
+        said.append(replace(report, run_id="", folder="", diff_s=0.0, total_s=0.0, blocked_s=0.0))
     return said
 
 
@@ -127,7 +128,7 @@ def test_tensor_of_several_pieces_is_one_tensor_of_the_version(tmp_path: Path, m
 def test_changes_that_are_kept_encoded_move_the_baseline_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
 ):
-    monkeypatch.setattr("trainer_hooks.publisher.KeptChanges", partial(KeptChanges, 0))
+    monkeypatch.setattr("trainer_hooks.writing.KeptChanges", partial(KeptChanges, 0))
     run = make_run(tmp_path, 6, encoding=encoding)
     for found, expected in zip(states(tmp_path), run.history, strict=True):
         assert_same_state(found, expected)

@@ -50,7 +50,7 @@ def run(pristine: TinyRun, tmp_path: Path) -> TinyRun:
 
 
 def restarted(run: TinyRun, trainer: object, base: Path | None = None) -> DeltaPublisher:
-    return DeltaPublisher(trainer, sync_dir=str(run.sync_dir), base=base or run.base)
+    return DeltaPublisher(trainer, sync_dir=str(run.sync_dir), base=base or run.base, asynchronous=False)
 
 
 def trainer_after(steps: int) -> TinyTrainer:
@@ -131,7 +131,7 @@ def test_encoding_that_the_run_does_not_allow_is_refused_and_touches_nothing(tmp
     run = make_run(tmp_path, 1, encoding=started)
     before = snapshot_of(run.sync_dir)
     with pytest.raises(RunMismatch, match="started with other encodings") as caught:
-        DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding=wanted)
+        DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding=wanted, asynchronous=False)
     assert caught.value.expected == " ".join(encodings_of(started))
     assert wanted in str(caught.value.found)
     assert snapshot_of(run.sync_dir) == before
@@ -140,7 +140,7 @@ def test_encoding_that_the_run_does_not_allow_is_refused_and_touches_nothing(tmp
 @pytest.mark.parametrize(("started", "wanted"), [("auto", "absolute"), ("auto", "raw"), ("absolute", "packed")])
 def test_encoding_that_the_run_allows_may_be_forced_by_a_restart(tmp_path: Path, started: str, wanted: str):
     run = make_run(tmp_path, 1, encoding=started)
-    again = DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding=wanted)
+    again = DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base, encoding=wanted, asynchronous=False)
     run.trainer.step(2)
     again.publish()
     assert {entry.encoding for entry in run.metadata(2).tensors} <= set(encodings_of(wanted))
@@ -160,7 +160,9 @@ def test_run_of_encodings_that_no_policy_has_needs_one_of_them(run: TinyRun):
     with pytest.raises(UnsupportedFormat, match="does not choose by itself") as caught:
         restarted(run, trainer_after(3))
     assert caught.value.found == " ".join(some)
-    again = DeltaPublisher(trainer_after(4), sync_dir=str(run.sync_dir), base=run.base, encoding="packed")
+    again = DeltaPublisher(
+        trainer_after(4), sync_dir=str(run.sync_dir), base=run.base, encoding="packed", asynchronous=False
+    )
     assert again.publish().version == 4
 
 

@@ -203,9 +203,9 @@ def test_number_of_a_pruned_version_is_not_used_again(run: TinyRun) -> None:
     zombie, publisher = (DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base) for _ in range(2))
     for number in range(9, 13):
         run.trainer.step(number)
-        publisher.publish()
+        publisher.publish().wait()
     write_anchor(run.folder, Checkpoint(run.base), 12)
     prune(run.folder, plan_pruning(run.folder, RetentionPolicy(keep_versions=1)))
     with pytest.raises(VersionConflict):
-        zombie.publish()
+        zombie.publish().wait()
     assert verify_run(run.folder).is_ok

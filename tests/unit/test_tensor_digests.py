@@ -72,7 +72,7 @@ def test_workers_get_digests_from_the_stager_and_errors_pass_in_time(run: TinyRu
             with pytest.raises(DeltaSnapshotError, match="version 4 does not exist"):
                 worker.tensor_digests(4, timeout_s=60)
         run.trainer.step(4)
-        run.publisher.publish()
+        run.publisher.publish().wait()
         run.history.append(run.trainer.state())
         for worker in workers:
             assert worker.tensor_digests(4, timeout_s=60) == expected(run, 4)

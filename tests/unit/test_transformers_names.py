@@ -89,7 +89,7 @@ def test_fused_parameter_is_one_item_of_many_names(moe: tuple[PreTrainedModel, P
 
 def test_published_model_is_what_save_pretrained_writes(moe: tuple[PreTrainedModel, Path], tmp_path: Path):
     model, base = moe
-    publisher = DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base, asynchronous=False)
     expected = [saved_state(model, tmp_path / "saved-0")]
     for version, names in enumerate([(), ("gate_up_proj",), ("down_proj", "norm")], start=1):
         nudge(model, *names)
@@ -101,7 +101,7 @@ def test_published_model_is_what_save_pretrained_writes(moe: tuple[PreTrainedMod
 
 def test_change_in_one_fused_expert_touches_only_its_own_tensors(moe: tuple[PreTrainedModel, Path], tmp_path: Path):
     model, base = moe
-    publisher = DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base, asynchronous=False)
     with torch.no_grad():
         model.model.layers[1].mlp.experts.gate_up_proj[2] += 1
     report = publisher.publish().report
@@ -120,7 +120,7 @@ def test_master_weights_in_fp32_are_published_as_a_bf16_save_would_be(
     _, base = moe
     model = moe_model(dtype=torch.float32)
     nudge(model)
-    DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base).publish()
+    DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base, asynchronous=False).publish()
     expected = saved_state(model.to(torch.bfloat16), tmp_path / "saved")
     assert_same_state(replay(tmp_path / "run", base, tmp_path)[-1], expected)
 
@@ -128,7 +128,7 @@ def test_master_weights_in_fp32_are_published_as_a_bf16_save_would_be(
 def test_tied_model_is_published_once(tmp_path: Path):
     model = tied_model()
     base = saved(model, tmp_path / "base")
-    publisher = DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base, asynchronous=False)
     nudge(model, "embed_tokens")
     assert publisher.publish().report.changed_tensors == 1
     assert_same_state(replay(tmp_path / "run", base, tmp_path)[-1], saved_state(model, tmp_path / "saved"))
@@ -139,7 +139,7 @@ def test_tied_model_whose_base_has_both_names_is_published_under_both(tmp_path: 
     tensors = load_file(saved(model, tmp_path / "saved") / "model.safetensors")
     both = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     base = write_checkpoint(tmp_path / "base", both)
-    publisher = DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base, asynchronous=False)
     nudge(model, "embed_tokens")
     assert publisher.publish().report.changed_tensors == 2
     state = replay(tmp_path / "run", base, tmp_path)[-1]
@@ -151,7 +151,7 @@ def test_frozen_fused_experts_are_skipped_and_read_after_a_change(moe: tuple[Pre
     model, base = moe
     for layer in model.model.layers:
         layer.mlp.experts.requires_grad_(False)
-    publisher = DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base, asynchronous=False)
     publisher.publish()
     nudge(model, "gate_up_proj")
     assert publisher.publish().report.changed_tensors == 16
@@ -160,7 +160,7 @@ def test_frozen_fused_experts_are_skipped_and_read_after_a_change(moe: tuple[Pre
 
 def test_model_that_is_not_the_bases_is_refused(moe: tuple[PreTrainedModel, Path], tmp_path: Path):
     with pytest.raises(SourceError):
-        DeltaPublisher(tied_model(), sync_dir=str(tmp_path / "run"), base=moe[1])
+        DeltaPublisher(tied_model(), sync_dir=str(tmp_path / "run"), base=moe[1], asynchronous=False)
     assert not (tmp_path / "run").exists()
 
 

@@ -30,9 +30,9 @@ def test_published_steps_are_served_exactly_as_by_a_fresh_engine(
 ) -> None:
     base, sync_dir, final = tmp_path / "base", tmp_path / "run", tmp_path / "final"
     model = make_model(architecture, base)
-    publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base, asynchronous=False)
     assert publisher.version == 0  # a run that allows every encoding
-    publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base, encoding="absolute")
+    publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base, encoding="absolute", asynchronous=False)
     generates = architecture not in WEIGHTS_ONLY
 
     with engine(base) as live:
@@ -45,7 +45,7 @@ def test_published_steps_are_served_exactly_as_by_a_fresh_engine(
         for number in (3, 4, 5):  # missed by the engine: merged into one update, of absolute values and differences
             train_step(model, number)
             publisher.publish(step=number)
-            publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base, encoding="auto")
+            publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base, encoding="auto", asynchronous=False)
         _undoes_interrupted_updates(live, 5, monkeypatch)
         sync_llm(live.llm, 5, run_id=publisher.run_id)
         label, tokens, checksums = live.llm.get_weight_version(), live.tokens() if generates else [], live.checksums()

@@ -29,7 +29,7 @@ class Setup:
     def __init__(self, folder: Path) -> None:
         self.base, self.sync_dir, self.stage_dir = folder / "base", folder / "run", folder / "stage"
         self.model = make_model("qwen3", self.base)
-        self.publisher = DeltaPublisher(self.model, sync_dir=str(self.sync_dir), base=self.base)
+        self.publisher = DeltaPublisher(self.model, sync_dir=str(self.sync_dir), base=self.base, asynchronous=False)
         environment = {"DELTA_SNAPSHOT_STAGE_DIR": str(self.stage_dir)}
         self.servers = [ServerProcess(self.base, folder / f"{name}.log", **environment) for name in ("one", "two")]
         self.clients = [process.client for process in self.servers]

@@ -40,7 +40,7 @@ class Setup:
     def __init__(self, folder: Path) -> None:
         self.base, self.sync_dir, self._logs = folder / "base", folder / "run", folder
         self.model = make_model("qwen3", self.base)
-        self.publisher = DeltaPublisher(self.model, sync_dir=str(self.sync_dir), base=self.base)
+        self.publisher = DeltaPublisher(self.model, sync_dir=str(self.sync_dir), base=self.base, asynchronous=False)
         environment = {"DELTA_SNAPSHOT_STAGE_DIR": str(folder / "stage")}
         self.server = ServerProcess(self.base, folder / "server.log", **environment)
         self.gate = Gate(self.server.client)

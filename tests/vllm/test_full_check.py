@@ -23,7 +23,7 @@ def test_full_check_finds_one_flipped_bit_and_rollback_is_exact(
 ) -> None:
     base, run = tmp_path / "base", tmp_path / "run"
     model = make_model(architecture, base)
-    publisher = DeltaPublisher(model, sync_dir=str(run), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(run), base=base, asynchronous=False)
     with engine(base, **options) as live:
         live.init(sync_dir=str(run))
         history = [live.checksums()]
@@ -67,7 +67,7 @@ def test_weights_in_another_type_are_converted_as_the_loader_does(tmp_path: Path
     assert PROMPTS
     base, run = tmp_path / "base", tmp_path / "run"
     model = make_model("qwen3", base)
-    publisher = DeltaPublisher(model, sync_dir=str(run), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(run), base=base, asynchronous=False)
     train_step(model, 1)
     publisher.publish()
     materialize(RunFolder(open_store(str(run))), Checkpoint(base), 1, tmp_path / "one")

@@ -47,7 +47,7 @@ def test_workers_take_updates_exactly_and_go_back(architecture: str, options: di
     generates = architecture not in WEIGHTS_ONLY and "pipeline_parallel_size" not in options
     base, run, final = tmp_path / "base", tmp_path / "run", tmp_path / "final"
     model = make_model(architecture, base)
-    DeltaPublisher(model, sync_dir=str(run), base=base)
+    DeltaPublisher(model, sync_dir=str(run), base=base, asynchronous=False)
     with engine(base, **options) as live:
         live.init(sync_dir=str(run))
         verify_llm(live.llm)
@@ -56,7 +56,7 @@ def test_workers_take_updates_exactly_and_go_back(architecture: str, options: di
             train_step(model, number)
             # vLLM's loader, below, takes absolute values only; the others are differences.
             encoding = "absolute" if number == 1 else "auto"
-            publisher = DeltaPublisher(model, sync_dir=str(run), base=base, encoding=encoding)
+            publisher = DeltaPublisher(model, sync_dir=str(run), base=base, encoding=encoding, asynchronous=False)
             publisher.publish()
             if number == 3:
                 _all_undo_what_one_interrupts(live, number)
@@ -84,7 +84,7 @@ def test_workers_take_updates_exactly_and_go_back(architecture: str, options: di
 def test_tensor_parallel_workers_take_the_same_by_scattering_and_by_vllms_loader(tmp_path: Path) -> None:
     base, run = tmp_path / "base", tmp_path / "run"
     model = make_model("llama_tied", base)
-    publisher = DeltaPublisher(model, sync_dir=str(run), base=base, encoding="absolute")
+    publisher = DeltaPublisher(model, sync_dir=str(run), base=base, encoding="absolute", asynchronous=False)
     with engine(base, **TENSOR) as live:
         live.init(sync_dir=str(run))
         base_sums, scattered = live.all_checksums(), {}

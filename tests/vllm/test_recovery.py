@@ -21,7 +21,7 @@ def test_engine_takes_a_version_once_it_is_repaired_and_the_same_again_changes_n
 ) -> None:
     base, run = tmp_path / "base", tmp_path / "run"
     model = make_model("qwen3", base)
-    publisher = DeltaPublisher(model, sync_dir=str(run), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(run), base=base, asynchronous=False)
     for number in (1, 2):
         train_step(model, number)
         publisher.publish()
@@ -65,7 +65,7 @@ def _stays_where_it_is_when_it_is_initialized_again(
     assert live.backend._at.version == 3
     live.llm.finish_weight_update("3")
     other = make_model("qwen3", run.parent / "other")
-    DeltaPublisher(other, sync_dir=str(run.parent / "other-run"), base=run.parent / "base")
+    DeltaPublisher(other, sync_dir=str(run.parent / "other-run"), base=run.parent / "base", asynchronous=False)
     with pytest.raises(RunMismatch, match=r"version of another run.*at version 3"):
         live.init(sync_dir=str(run.parent / "other-run"))
     live.init(sync_dir=str(run))

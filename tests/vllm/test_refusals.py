@@ -50,7 +50,7 @@ def good_run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two good versions, to be copied and damaged."""
     folder = tmp_path_factory.mktemp("good") / "run"
     model = make_model("qwen3", tmp_path_factory.mktemp("same") / "base")
-    publisher = DeltaPublisher(model, sync_dir=str(folder), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(folder), base=base, asynchronous=False)
     for number in (1, 2):
         train_step(model, number)
         publisher.publish()

@@ -25,7 +25,7 @@ def test_quantized_engine_is_after_several_deltas_what_a_fresh_one_is(
 ) -> None:
     base, sync_dir, final = tmp_path / "base", tmp_path / "run", tmp_path / "final"
     model = make_model("qwen3", base)
-    publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base, asynchronous=False)
     with engine(base, quantization=QUANTIZATION) as live:
         before = live.checksums()
         live.init(sync_dir=str(sync_dir))

@@ -35,7 +35,7 @@ def test_drifted_engine_is_repaired_and_takes_the_next_version(
 ) -> None:
     base, run = tmp_path / "base", tmp_path / "run"
     model = make_model(architecture, base)
-    publisher = DeltaPublisher(model, sync_dir=str(run), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(run), base=base, asynchronous=False)
     with engine(base, **options) as live:
         live.init(sync_dir=str(run))
         train_step(model, 1)
@@ -59,7 +59,7 @@ def test_update_of_a_drifted_engine_repairs_it_unless_told_not_to(
 ) -> None:
     base, run = tmp_path / "base", tmp_path / "run"
     model = make_model("llama_tied", base)
-    publisher = DeltaPublisher(model, sync_dir=str(run), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(run), base=base, asynchronous=False)
     with engine(base) as live:
         live.init()
         with pytest.raises(RunMismatch, match="follows no run"):
@@ -89,7 +89,7 @@ def test_drift_of_one_of_two_workers_is_repaired(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "0|1")
     base, run = tmp_path / "base", tmp_path / "run"
     model = make_model("llama_tied", base)
-    publisher = DeltaPublisher(model, sync_dir=str(run), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(run), base=base, asynchronous=False)
     with engine(base, **TENSOR) as live:
         live.init(sync_dir=str(run))
         train_step(model, 1)

@@ -36,7 +36,7 @@ class Setup:
     def __init__(self, folder: Path) -> None:
         self.base, self.sync_dir, self.log = folder / "base", folder / "run", folder / "server.log"
         self.model = make_model("qwen3", self.base)
-        self.publisher = DeltaPublisher(self.model, sync_dir=str(self.sync_dir), base=self.base)
+        self.publisher = DeltaPublisher(self.model, sync_dir=str(self.sync_dir), base=self.base, asynchronous=False)
         self.client: CheckedServer
 
     def publish(self) -> int:

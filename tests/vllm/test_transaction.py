@@ -53,7 +53,7 @@ def test_engine_survives_failed_updates_and_takes_special_values_exactly(
 ) -> None:
     base, sync_dir = tmp_path / "base", tmp_path / "run"
     model = make_model("qwen3", base)
-    publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base)
+    publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base, asynchronous=False)
     train_step(model, 1)
     publisher.publish()
     with engine(base) as live:
