@@ -38,7 +38,7 @@ class FollowerProcess:
         options: further ones.
     """
 
-    def __init__(self, sync_dir: Path, url: str, log: Path, *options: str) -> None:
+    def __init__(self, sync_dir: Path | str, url: str, log: Path, *options: str) -> None:
         self._log = log
         with log.open("xb") as output:
             self._process = subprocess.Popen(
@@ -113,7 +113,7 @@ class FollowerProcess:
 
 
 @contextlib.contextmanager
-def follower(sync_dir: Path, url: str, log: Path, *options: str) -> Iterator[FollowerProcess]:
+def follower(sync_dir: Path | str, url: str, log: Path, *options: str) -> Iterator[FollowerProcess]:
     """Start a follower, wait until it answers, and see that it has ended afterwards."""
     process = FollowerProcess(sync_dir, url, log, *options)
     try:

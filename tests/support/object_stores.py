@@ -58,11 +58,11 @@ _AUTHORIZED = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_reque
 
 
 @contextlib.contextmanager
-def ministack(log: Path) -> Iterator[ObjectServer]:
+def ministack(log: Path, host: str = "127.0.0.1") -> Iterator[ObjectServer]:
     """Start MiniStack: checks conditions and checksums."""
     port = free_port()
-    environment = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3"}
-    with _server([str(Path(sys.executable).with_name("ministack"))], port, log, environment) as url:
+    environment = {"BIND_HOST": host, "GATEWAY_PORT": str(port), "SERVICES": "s3"}
+    with _server([str(Path(sys.executable).with_name("ministack"))], port, log, environment, host) as url:
         yield ObjectServer("s3", url, S3_ENVIRONMENT | {f"{_STORE}ENDPOINT_URL": url})
 
 
@@ -113,8 +113,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def _server(command: list[str], port: int, log: Path, environment: dict[str, str]) -> Iterator[str]:
-    url = f"http://127.0.0.1:{port}"
+def _server(
+    command: list[str], port: int, log: Path, environment: dict[str, str], host: str = "127.0.0.1"
+) -> Iterator[str]:
+    url = f"http://{host}:{port}"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,13 +169,27 @@ def test_stager_killed_in_a_jump_makes_it_anew(late: Host) -> None:
     late.check_update(0, VERSIONS)
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_jump_of_a_stager_before_is_kept_if_it_is_whole(late: Host, is_damaged: bool) -> None:
+    late.stager.step()
+    jump = late.area.fetched_folder(0, 6)
+    payload = jump / "delta.safetensors"
+    if is_damaged:
+        payload.write_bytes(bytes(payload.stat().st_size))
+    before = payload.stat().st_ino
+    for path in late.area.staged.iterdir():
+        shutil.rmtree(path)
+    late.start_stager()
+    late.stager.step()
+    late.check_update(0, VERSIONS)
+    assert (payload.stat().st_ino == before) != is_damaged
+
+
 def test_lost_files_of_a_jump_are_made_again(late: Host) -> None:
     late.stager.step()
     for folder in (late.area.fetched, late.area.staged):
         for path in folder.iterdir():
-            for file in path.iterdir():
-                file.unlink()
-            path.rmdir()
+            shutil.rmtree(path)
     late.start_stager()
     late.stager.step()
     late.check_update(0, VERSIONS)

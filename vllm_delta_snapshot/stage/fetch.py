@@ -20,7 +20,7 @@ from vllm_delta_snapshot.format.version import DeltaRecord
 from vllm_delta_snapshot.ordered import ordered_map, thread_pool
 from vllm_delta_snapshot.store import Store
 
-__all__ = ["fetch", "fetch_file"]
+__all__ = ["fetch", "fetch_file", "is_intact"]
 
 _BLOCK: Final = 8 << 20
 _HINT: Final = "Engines keep the version before; restore the file from a copy, and they go on by themselves."
@@ -49,7 +49,7 @@ def fetch(
     for entry in metadata.files:
         path = folder / layout.check_file_name(entry.name)
         key = f"{record.folder}/{entry.name}"
-        if not _is_intact(path, entry):
+        if not is_intact(path, entry):
             try:
                 _make_folder(folder)
                 fetch_file(store, key, entry, path)
@@ -135,7 +135,8 @@ def _make_folder(folder: Path) -> None:
         raise StageError("cannot make the local folder", file=str(folder), found=error) from error
 
 
-def _is_intact(path: Path, entry: FileEntry) -> bool:
+def is_intact(path: Path, entry: FileEntry) -> bool:
+    """Say whether a local file has the size and the checksum that an entry names. Reads it."""
     try:
         return path.stat().st_size == entry.bytes and file_digest(path) == entry.xxh3_128
     except OSError:

@@ -229,7 +229,7 @@ class FetchedVersions:
         folder = self._area.fetched_folder(*step)
         if step in self._records:
             fetch(self._folder.store, self._records[step], self._metadata[step], folder)
-        elif not folder.exists():
+        else:
             self._jump(step)
         return folder
 

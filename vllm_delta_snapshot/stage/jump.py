@@ -8,6 +8,7 @@ the anchor has.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,15 @@ import numpy as np
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.delta_folder import DigestedChange, Lineage, WriterNotes, write_delta_folder
 from vllm_delta_snapshot.dtypes import Bits
+from vllm_delta_snapshot.errors import FormatError, ObjectNotFound
 from vllm_delta_snapshot.format.anchor import AnchorRecord
 from vllm_delta_snapshot.format.digest import patch_digest
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
+from vllm_delta_snapshot.format.openrl import read_folder_metadata
 from vllm_delta_snapshot.new_folder import appearing
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.anchor import fetch_anchor
+from vllm_delta_snapshot.stage.fetch import is_intact
 from vllm_delta_snapshot.store.posix import PosixStore
 from vllm_delta_snapshot.types import Positions, TensorPatch, position_dtype
 
@@ -35,14 +39,16 @@ _WINDOW: Final = 1 << 20
 def write_jump(
     folder: RunFolder, record: AnchorRecord, checkpoint: Checkpoint, version: int, out: Path
 ) -> DeltaMetadata:
-    """Write the delta from a checkpoint to an anchor as the new folder `out`; it appears whole or not at all. Blocks.
+    """Write the delta from a checkpoint to an anchor as the folder `out`; it appears whole or not at all. Blocks.
+
+    One that is there, whole and of the same two states, is kept: of a process before this one.
 
     Args:
         folder: the run.
         record: the anchor.
         checkpoint: the checkpoint at hand.
         version: the version that it is.
-        out: must not exist.
+        out: where to.
 
     Raises:
         CorruptFile, SourceError, BrokenChain, UnsupportedFormat, StageError, StoreUnavailable: see `fetch_anchor`.
@@ -54,6 +60,13 @@ def write_jump(
         base_state_digest=checkpoint.state_digest,
         total_elements=checkpoint.total_elements,
     )
+    ends = (version, checkpoint.state_digest, record.version, record.state_digest)
+    found = _whole(out)
+    if found and ends == (found.base_version, found.base_state_digest, found.version, found.state_digest):
+        return found
+    shutil.rmtree(out, ignore_errors=True)
+    for dead in out.parent.glob(".anchor-*"):
+        shutil.rmtree(dead, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".anchor-", dir=out.parent) as scratch, appearing(out) as work:
         anchor = fetch_anchor(folder, record, Path(scratch))
         notes = WriterNotes(base_model=folder.read_run().base.name)
@@ -65,6 +78,18 @@ def write_jump(
             _changes(checkpoint, anchor),
             lambda: notes,
         ).metadata
+
+
+def _whole(out: Path) -> DeltaMetadata | None:
+    """Return the metadata of a delta's folder if every file is there and intact."""
+    try:
+        metadata = read_folder_metadata(out)
+    except (ObjectNotFound, FormatError):
+        return None
+    is_ours = isinstance(metadata, DeltaMetadata) and all(
+        is_intact(out / entry.name, entry) for entry in metadata.files
+    )
+    return metadata if isinstance(metadata, DeltaMetadata) and is_ours else None
 
 
 def _changes(before: Checkpoint, after: Checkpoint) -> Iterator[DigestedChange]:

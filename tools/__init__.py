@@ -1,0 +1,1 @@
+"""What tests, benchmarks and examples need of the machine; no part of the product."""
