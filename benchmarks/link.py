@@ -5,7 +5,7 @@ A real vLLM engine serves a random Llama of about half a billion parameters; 1 %
 last place, then each way brings them over: ours, ours with the encoding `raw` (what OpenRL sends), the XOR of whole
 tensors with zstd into a local checkpoint that is then reloaded (SkyRL's way), and a full checkpoint that is reloaded.
 The link is between the trainer and the store: what is written goes through at 100 Mbit/s, 1 Gbit/s, or freely. Each way
-has a process of its own. Progress goes to stderr, the result to stdout as one JSON object, a table to
+has a process of its own. Then ours again over a real link, see `two_networks`. Progress goes to stderr, the result to stdout as one JSON object, a table to
 docs/performance.md.
 """
 
@@ -40,8 +40,11 @@ REPETITIONS = {"auto": 5, "raw": 5, "xor_zstd": 3, "full": 1}
 def main() -> int:
     """Measure, print, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--way", choices=(*WAYS, "two_networks"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.way == "two_networks":
+        print(json.dumps(_over_two_networks()))
+        return 0
     if arguments.way:
         print(json.dumps(_measure(arguments.way)))
         return 0
@@ -56,6 +59,7 @@ def main() -> int:
             result[f"vs_{name}_{rate}"] = round(ways[way]["seconds"][rate][0] / ours, 2)
     for name in ("full_checkpoint", "raw", "xor_zstd"):
         result[f"vs_{name}"] = result[f"vs_{name}_100mbit"]
+    result["two_networks"] = _in_own_process("two_networks")
     result["plan_100mbit"] = _write_coefficients(ways["auto"])
     _write_report(result)
     print(json.dumps(result))
@@ -94,6 +98,13 @@ def _in_own_process(way: str) -> dict[str, Any]:
     )
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
+
+
+def _over_two_networks() -> dict[str, Any]:
+    from benchmarks import two_networks
+
+    with tempfile.TemporaryDirectory() as folder:
+        return two_networks.measure(_Trainer(Path(folder) / "base"))
 
 
 def _measure(way: str) -> dict[str, Any]:
@@ -373,10 +384,21 @@ def _write_report(result: dict[str, Any]) -> None:
         f" {result['payload_s_100mbit']} s, all of ours {result['overhead_100mbit']} times that; of the last repetition"
         f" {parts['publish_s']:.2f} s were publishing ({parts['diff_s']:.2f} s of it the diff) and {parts['sync_s']:.2f} s"
         f" staging and the pause. The planner makes {result['plan_100mbit']['planned_s']} s of it"
-        f" ({result['plan_100mbit']['measured_s']} s measured)."
+        f" ({result['plan_100mbit']['measured_s']} s measured)." + _two_networks_note(result["two_networks"])
     )
     write_section(
         "link", "From the trainer to a live engine", method, ["way", "MB", *(f"{rate}, s" for rate in RATES)], rows
+    )
+
+
+def _two_networks_note(found: dict[str, Any]) -> str:
+    if "skipped" in found:
+        return f" Two network namespaces: skipped, {found['skipped']}."
+    return (
+        " In two network namespaces joined by a link shaped to 100 Mbit/s, with a real S3 server (MiniStack) beside the trainer and"
+        f" `delta-snapshot follow` beside a vLLM server on the other side: {found['seconds'][0]} s from the step's end until the"
+        f" version is served ({found['seconds'][1]}-{found['seconds'][2]}), {found['overhead']} times what the payload alone takes;"
+        f" {found['publish_s']} s of it publishing, which the link does not hold up there, and {found['pause_s']} s the pause."
     )
 
 
