@@ -70,6 +70,7 @@ def main() -> int:
             _write_random(source, 1_000_000 * (arguments.mb or PAYLOAD_MB[name]))
             with _place(name, Path(on_disk), in_memory) as place:
                 result[name] = _measure(name, place, source, in_memory / "landed", arguments.repetitions)
+    result["load_average"] = os.getloadavg()[0]
     if arguments.stores == list(VENDORS):
         _write_report(result, "`make bench-stores`" + (f" with `--mb {arguments.mb}`" if arguments.mb else ""))
     print(json.dumps(result))
@@ -158,7 +159,7 @@ def _said(once: dict[str, Any], num_bytes: int) -> str:
 def _write_report(result: dict[str, Any], command: str) -> None:
     rows = []
     for name, vendor in VENDORS.items():
-        for side, prefix in ((("ours"), ""), (vendor, "vendor_")):
+        for side, prefix in (("ours", ""), (vendor, "vendor_")):
             row: list[object] = [PLACES[name], side, round(result[name]["payload_bytes"] / 1e6)]
             for direction in DIRECTIONS:
                 rate = result[name][f"{prefix}{direction}_mb_s_spread"]
@@ -171,6 +172,7 @@ def _write_report(result: dict[str, Any], command: str) -> None:
     heads = [
         "store",
         "client",
+        "MB",
         "put, MB/s",
         "client CPU, s",
         "server's share",
@@ -191,7 +193,9 @@ def _method(result: dict[str, Any], command: str) -> str:
         " memory that costs nothing: plain `cp`). boto3 compares nothing of what it downloads in parts. *server's share* is the"
         " server's processor seconds per second, the client's share what is left of two cores at most: where the server has the"
         " larger part of what both used, it is the server that is measured, and the client's CPU seconds are what tells clients"
-        " apart. That is so for every put through a server here."
+        " apart. That is so for every put through a server here. fake-gcs-server copies all bytes once more to compose the parts of"
+        " ours, which Google does not."
+        f" Load average of the machine at the end: {result['load_average']:.1f}."
     )
 
 
