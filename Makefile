@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm lint typecheck format bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-gpu-apply clean
+.PHONY: help setup demo test test-fast test-vllm lint typecheck format bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -49,7 +49,7 @@ format: $(STAMPS)/base  ## ruff: rewrite
 typecheck: $(STAMPS)/base  ## mypy, strict
 	$(BIN)/mypy
 
-bench: bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link  ## Measure, side by side, and write docs/performance.md
+bench: bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores  ## Measure, side by side, and write docs/performance.md
 
 bench-publish: $(STAMPS)/engine  ## What publishing costs the trainer
 	$(BIN)/python -m benchmarks.publish
@@ -68,6 +68,9 @@ bench-staging: $(STAMPS)/engine  ## Token rate of a real server while a large up
 
 bench-link: $(STAMPS)/engine  ## From a step in the trainer to the weights in a live engine, over slow links, beside other ways
 	$(BIN)/python -m benchmarks.link
+
+bench-stores: $(STAMPS)/base  ## A payload in and out of a folder, S3 and GCS, beside cp, boto3 and google-cloud-storage
+	$(BIN)/python -m benchmarks.stores
 
 bench-gpu-apply: $(STAMPS)/base  ## Scatter against NaN-staging on a GPU; needs no vLLM, says so where there is no GPU
 	$(BIN)/python -m benchmarks.gpu_apply

@@ -23,7 +23,13 @@ from vllm_delta_snapshot.acks import Acknowledger
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.cli.app import app
 from vllm_delta_snapshot.dtypes import Bits
-from vllm_delta_snapshot.errors import ExclusiveCreateUnsupported, ObjectNotFound, StoreError, StoreUnavailable
+from vllm_delta_snapshot.errors import (
+    ExclusiveCreateUnsupported,
+    ObjectNotFound,
+    RunMismatch,
+    StoreError,
+    StoreUnavailable,
+)
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.openrl import read_folder_metadata
 from vllm_delta_snapshot.materialize import materialize
@@ -33,6 +39,7 @@ from vllm_delta_snapshot.stage.attachment import Attachment
 from vllm_delta_snapshot.stage.decode import decode
 from vllm_delta_snapshot.stage.stager import Stager
 from vllm_delta_snapshot.store import Store, StoreConfig, open_store
+from vllm_delta_snapshot.store.base import SweepsUploads
 from vllm_delta_snapshot.store.s3 import S3Store
 from vllm_delta_snapshot.verify_run import verify_run
 
@@ -90,12 +97,12 @@ class TestObjectStores(StoreContract):
         with pytest.raises(KeyError):
             large.put("a/large", chunks())
         assert store.list("a") == []
-        if isinstance(store, S3Store):
-            assert store.sweep(older_than_s=-60) == 0
+        assert isinstance(store, SweepsUploads)
+        assert store.sweep(older_than_s=-60) == 0
 
     def test_upload_that_was_cut_off_is_swept_once_it_is_old(self, store: Store):
         if not isinstance(store, S3Store):
-            return  # GCS forgets them by itself
+            return  # test_store_refusals.py has that of GCS
         for key in ("deltas/one", "deltas/two"):
             store._client.create_multipart_upload(Bucket=store._bucket, Key=store._prefix.of(key))
         store._client.create_multipart_upload(Bucket=store._bucket, Key="another-run/three")
@@ -153,6 +160,18 @@ class TestObjectStores(StoreContract):
         worker.close()
         Acknowledger(store, run.publisher.run_id, "node-1").write(3, pause_s=0.1)
         assert run.publisher.wait_applied(["node-1"], timeout_s=30)["node-1"].version == 3
+
+    def test_folder_of_another_run_is_refused_and_its_owner_named(self, store: Store, tmp_path: Path):
+        trainers = TinyTrainer(), TinyTrainer()
+        trainers[1].step(5)
+        bases = [write_checkpoint(tmp_path / str(at), trainer.weights) for at, trainer in enumerate(trainers)]
+        owner = DeltaPublisher(trainers[0], sync_dir=store.uri, base=bases[0])
+        before = store.read("run.json", max_bytes=1 << 20)
+        with pytest.raises(RunMismatch, match=owner.run_id) as caught:
+            DeltaPublisher(trainers[1], sync_dir=store.uri, base=bases[1])
+        assert str(bases[0]) in str(caught.value)
+        assert store.list("") == ["run.json"]
+        assert store.read("run.json", max_bytes=1 << 20) == before
 
     def test_missing_bucket_is_an_error_that_says_so(self, server: ObjectServer, store: Store):
         other = open_store(f"{server.scheme}://no-such-bucket-{uuid.uuid4().hex[:8]}/x")

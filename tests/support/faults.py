@@ -42,6 +42,7 @@ class FaultyStore:
         self.inner = inner
         self.uri = inner.uri
         self.concurrency = inner.concurrency
+        self.range_bytes = inner.range_bytes
         self.log: list[str] = []
         self._at = at
         self._when = when

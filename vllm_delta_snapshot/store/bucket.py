@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Final
 
 from vllm_delta_snapshot.errors import LimitExceeded, ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
 from vllm_delta_snapshot.store.config import StoreConfig
 from vllm_delta_snapshot.store.keys import Prefix
 
 __all__ = ["BucketStore", "PastTheEnd"]
+
+_RANGE_BYTES: Final = 8 << 20
+"""Larger ranges gain nothing, and leave connections without work at the end of a small file."""
 
 
 class PastTheEnd(Exception):
@@ -29,6 +33,7 @@ class BucketStore(ABC):
     def __init__(self, uri: str, prefix: str, config: StoreConfig, *, single_writer: bool) -> None:
         self.uri = f"{uri}/{prefix.strip('/')}".rstrip("/")
         self.concurrency = config.concurrency
+        self.range_bytes = min(config.part_bytes, _RANGE_BYTES)
         self._prefix = Prefix(prefix)
         self._config = config
         self._single_writer = single_writer

@@ -35,7 +35,8 @@ class StoreConfig(BaseModel):
         read_timeout_s: for an answer, and between any two bytes of one.
         attempts: how often a request that may pass is made, with back-off and jitter.
         concurrency: how many parts are on their way at once.
-        part_bytes: how large a part is, up and down: memory is this many bytes times `concurrency`.
+        part_bytes: how large a part is, up, and down as well if it is small: memory is this many bytes times
+            `concurrency`.
         checksums: ``when_supported`` has the vendor's library add checksums of its own; ``when_required`` is for
             S3-compatible stores that do not know them. Ours are always compared. ``auto``: by whether there is an
             `endpoint_url`.

@@ -1,33 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store in a Google Cloud Storage bucket. Needs google-cloud-storage (extra ``[gcs]``); credentials as it finds them.
 
-Exclusive create is a single-shot upload with ``ifGenerationMatch=0``. Large objects go up as one resumable upload and
-appear when it ends. The library checks no ranged download, so every answer's length is compared here, and the bytes by
-whoever asked for them.
+Exclusive create is a single-shot upload with ``ifGenerationMatch=0``. Large objects go up in parts, several at once,
+and appear when the last is there (`gcs_upload`); GCS's checksum of the whole is compared with ours. The library checks
+no ranged download, so every answer's length is compared here, and the bytes by whoever asked for them.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import inspect
 import io
-import os
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from itertools import chain
 from typing import Any, Final
 
-from vllm_delta_snapshot.errors import (
-    CompatibilityError,
-    ObjectExists,
-    ObjectNotFound,
-    StoreError,
-    StoreUnavailable,
-)
+from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, StoreError
 from vllm_delta_snapshot.store.bucket import BucketStore, PastTheEnd
 from vllm_delta_snapshot.store.config import StoreConfig
+from vllm_delta_snapshot.store.gcs_client import make_client, make_retry, reported
+from vllm_delta_snapshot.store.gcs_upload import FOLDER, Composer
 from vllm_delta_snapshot.store.keys import Prefix
 from vllm_delta_snapshot.store.parts import parts_of
 from vllm_delta_snapshot.store.probe import probe_exclusive_create
 
-__all__ = ["GcsStore"]
+__all__ = ["Crc32c", "GcsStore"]
 
 _CHUNK_UNIT: Final = 256 << 10
 """Parts of a resumable upload are multiples of this."""
@@ -49,10 +48,17 @@ class GcsStore(BucketStore):
 
     def __init__(self, bucket: str, prefix: str, config: StoreConfig, *, single_writer: bool = False) -> None:
         super().__init__(f"gs://{bucket}", prefix, config, single_writer=single_writer)
-        self._client = _make_client(config, self.uri)
+        self._client = make_client(config, self.uri)
+        self._is_bucket_known = False
         self._bucket = self._client.bucket(bucket)
         self._timeouts = (config.connect_timeout_s, config.read_timeout_s)
-        self._retry = _make_retry(config)
+        self._retry = make_retry(config)
+        self._chunk_bytes = config.part_bytes // _CHUNK_UNIT * _CHUNK_UNIT
+        options = {"timeout": self._timeouts, "retry": self._retry}
+        self._composer = Composer(self._bucket, self._prefix.of_folder(FOLDER), config.concurrency, options)
+        # The library hands a body on in pieces of 8 KiB unless it is told not to, where it can be told.
+        is_told = "single_shot_download" in inspect.signature(self._bucket.blob("x").download_to_file).parameters
+        self._whole: dict[str, Any] = {"single_shot_download": True} if is_told else {}
 
     def create(self, key: str, data: bytes) -> None:
         """See `Store.create`."""
@@ -70,23 +76,42 @@ class GcsStore(BucketStore):
             )
 
     def put(self, key: str, chunks: Iterable[memoryview]) -> int:
-        """See `Store.put`. Memory: one part, twice."""
+        """See `Store.put`. Memory: `part_bytes` times `concurrency`; one part, twice, where parts cannot be deleted."""
         name = self._prefix.of(key)
         self._refuse_taken(key)
-        part_bytes = self._config.part_bytes // _CHUNK_UNIT * _CHUNK_UNIT
-        source = _Stream(parts_of(chunks, part_bytes))
-        blob = self._bucket.blob(name, chunk_size=part_bytes)
-        with self._reported(key):
-            blob.upload_from_file(
-                source,
-                content_type="application/octet-stream",
-                if_generation_match=0,
-                checksum="crc32c",
-                timeout=self._timeouts,
-                retry=self._retry,
-            )
-        self._check_written(key, source.num_bytes)
-        return source.num_bytes
+        checksum = Crc32c()
+        parts = checksum.of(parts_of(chunks, self._chunk_bytes))
+        first = next(parts)
+        second = next(parts, None)
+        try:
+            with self._reported(key):
+                if second is None:
+                    self._put_in_one(name, io.BytesIO(first), len(first))
+                elif self._composer.is_good_here:
+                    self._composer.put(name, chain((first, second), parts))
+                else:
+                    self._put_in_one(name, _Stream(chain((first, second), parts)), None)
+        except ObjectExists:
+            # It was not there before, and only this writer knows the name: most likely a reply was lost.
+            if not self._is_as_written(key, checksum):
+                raise
+            return checksum.num_bytes
+        if not self._is_as_written(key, checksum):
+            raise StoreError("object is not what was written", file=self._where(key), expected=checksum)
+        return checksum.num_bytes
+
+    def _put_in_one(self, name: str, source: Any, size: int | None) -> None:
+        """Upload a file in one request, or one after another where its size is not known."""
+        blob = self._bucket.blob(name, chunk_size=self._chunk_bytes if size is None else None)
+        blob.upload_from_file(
+            source,
+            size=size,
+            content_type="application/octet-stream",
+            if_generation_match=0,
+            checksum="crc32c",
+            timeout=self._timeouts,
+            retry=self._retry,
+        )
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
         """See `Store.read`."""
@@ -110,22 +135,24 @@ class GcsStore(BucketStore):
         blob = self._bucket.blob(self._prefix.of(key))
         if not len(into):
             return 0
+        sink = _Sink(into.cast("B"))
         try:
             with self._reported(key):
-                data = blob.download_as_bytes(
+                blob.download_to_file(
+                    sink,
                     start=offset,
                     end=offset + len(into) - 1,
                     raw_download=True,
                     checksum=None,
                     timeout=self._timeouts,
                     retry=self._retry,
+                    **self._whole,
                 )
         except PastTheEnd:
             return 0
-        if len(data) < len(into):
-            self._check_length(key, min(len(into), max(0, self.size(key) - offset)), len(data))
-        into.cast("B")[: len(data)] = data[: len(into)]
-        return min(len(data), len(into))
+        if sink.num_bytes < len(into):
+            self._check_length(key, min(len(into), max(0, self.size(key) - offset)), sink.num_bytes)
+        return min(sink.num_bytes, len(into))
 
     def list(self, folder: str) -> list[str]:
         """See `Store.list`."""
@@ -135,7 +162,8 @@ class GcsStore(BucketStore):
                 self._bucket, prefix=inside, delimiter="/", timeout=self._timeouts, retry=self._retry
             )
             objects = [blob.name for blob in found]
-            return Prefix.names(inside, objects, found.prefixes)
+            names = Prefix.names(inside, objects, found.prefixes)
+        return [name for name in names if name != FOLDER]
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
@@ -148,46 +176,90 @@ class GcsStore(BucketStore):
         if not self._single_writer:
             probe_exclusive_create(self)
 
+    def sweep(self, *, older_than_s: float) -> int:
+        """Delete parts under this prefix that a writer has left long ago: they cost, and are never seen.
+
+        Returns:
+            How many there were.
+
+        Raises:
+            StoreError, StoreUnavailable: they cannot be listed or deleted.
+        """
+        until = datetime.now(UTC) - timedelta(seconds=older_than_s)
+        swept = 0
+        with self._reported(FOLDER):
+            for blob in self._client.list_blobs(
+                self._bucket, prefix=self._prefix.of_folder(FOLDER), timeout=self._timeouts, retry=self._retry
+            ):
+                if blob.time_created is not None and blob.time_created <= until:
+                    blob.delete(timeout=self._timeouts, retry=self._retry)
+                    swept += 1
+        return swept
+
+    def _is_as_written(self, key: str, expected: Crc32c) -> bool:
+        blob = self._bucket.blob(self._prefix.of(key))
+        with self._reported(key):
+            blob.reload(timeout=self._timeouts, retry=self._retry)
+        # Servers that are not Google's may know no checksum; readers compare their own in any case.
+        return int(blob.size) == expected.num_bytes and blob.crc32c in (None, "", expected.text)
+
     @contextlib.contextmanager
     def _reported(self, key: str) -> Iterator[None]:
-        """Turn the library's errors into ours."""
-        import google.api_core.exceptions as api
-        import google.auth.exceptions as auth
-        import requests
-
-        where = self._where(key)
-        try:
+        with reported(self._where(key), self._bucket.name, self._bucket_exists):
             yield
-        except api.PreconditionFailed as error:
-            raise ObjectExists("object exists", file=where) from error
-        except api.NotFound as error:
-            if "bucket" in str(error).lower() and not self._bucket_exists():
-                hint = "Make it, or correct sync_dir."
-                raise StoreError("there is no such bucket", file=where, found=self._bucket.name, hint=hint) from error
-            raise ObjectNotFound("no such object", file=where) from error
-        except api.RequestRangeNotSatisfiable as error:
-            raise PastTheEnd from error
-        except (api.Unauthorized, api.Forbidden, auth.RefreshError, auth.DefaultCredentialsError) as error:
-            hint = "Look at the credentials and the bucket's policy: see docs/stores.md."
-            raise StoreError("GCS refuses", file=where, found=_brief(error), hint=hint) from error
-        except (api.ServerError, api.TooManyRequests, api.RetryError, api.Conflict, auth.TransportError) as error:
-            raise StoreUnavailable("GCS is busy", file=where, found=_brief(error)) from error
-        except (requests.exceptions.RequestException, OSError) as error:
-            if isinstance(error, StoreError):
-                raise
-            raise StoreUnavailable("GCS does not answer", file=where, found=_brief(error)) from error
-        except api.GoogleAPICallError as error:
-            raise StoreError("GCS refuses", file=where, found=_brief(error)) from error
-        except Exception as error:
-            if type(error).__module__.startswith(("google.resumable_media", "google.cloud.storage")):
-                raise StoreUnavailable("an answer of GCS is wrong", file=where, found=_brief(error)) from error
-            raise
 
     def _bucket_exists(self) -> bool:
-        try:
-            return bool(self._bucket.exists(timeout=self._timeouts, retry=self._retry))
-        except Exception:  # noqa: BLE001 - who may not ask is told of the object
-            return True
+        if not self._is_bucket_known:
+            try:
+                self._is_bucket_known = bool(self._bucket.exists(timeout=self._timeouts, retry=self._retry))
+            except Exception:  # noqa: BLE001 - who may not ask is told of the object
+                return True
+        return self._is_bucket_known
+
+
+class Crc32c:
+    """The size and the CRC32C of what passes by."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._value = 0
+
+    def of(self, parts: Iterable[bytes]) -> Iterator[bytes]:
+        """Pass parts on."""
+        import google_crc32c
+
+        for part in parts:
+            self._value = google_crc32c.extend(self._value, part)
+            self.num_bytes += len(part)
+            yield part
+
+    @property
+    def text(self) -> str:
+        """As GCS writes it."""
+        return base64.b64encode(self._value.to_bytes(4, "big")).decode()
+
+    def __str__(self) -> str:
+        return f"{self.num_bytes} bytes with CRC32C {self.text}"
+
+
+class _Sink(io.RawIOBase):
+    """Memory that takes what the library writes. More than there is room for is counted, and dropped."""
+
+    def __init__(self, into: memoryview) -> None:
+        super().__init__()
+        self._into = into
+        self.num_bytes = 0
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Take a piece."""
+        room = self._into[self.num_bytes : self.num_bytes + len(data)]
+        room[:] = data[: len(room)]
+        self.num_bytes += len(data)
+        return len(data)
 
 
 class _Stream(io.RawIOBase):
@@ -233,40 +305,3 @@ class _Stream(io.RawIOBase):
             pieces.append(piece)
             missing -= len(piece)
         return b"".join(pieces)
-
-
-def _make_client(config: StoreConfig, where: str) -> Any:
-    try:
-        import google.auth.exceptions
-        from google.auth.credentials import AnonymousCredentials
-        from google.cloud import storage
-    except ImportError as error:
-        raise CompatibilityError(
-            "gs:// needs google-cloud-storage", found=error, hint="pip install 'vllm-delta-snapshot[gcs]'"
-        ) from error
-    # Else every client asks for the bucket's metadata behind our back, to label traces: a right that nobody needs here,
-    # and a thread that goes on asking for two minutes where no answer comes.
-    os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
-    options = {"api_endpoint": config.endpoint_url} if config.endpoint_url else None
-    try:
-        if config.anonymous:
-            return storage.Client(project="none", credentials=AnonymousCredentials(), client_options=options)
-        return storage.Client(client_options=options)
-    except (google.auth.exceptions.GoogleAuthError, OSError, ValueError) as error:
-        raise StoreError(
-            "no credentials for GCS",
-            file=where,
-            found=_brief(error),
-            hint="Set them up as for gcloud (gcloud auth application-default login), and try that.",
-        ) from error
-
-
-def _make_retry(config: StoreConfig) -> Any:
-    from google.cloud.storage.retry import DEFAULT_RETRY
-
-    return DEFAULT_RETRY.with_timeout(config.attempts * (config.connect_timeout_s + config.read_timeout_s) / 4)
-
-
-def _brief(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else f"{text[:300]}..."

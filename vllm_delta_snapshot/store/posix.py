@@ -46,6 +46,7 @@ class PosixStore:
 
     def __init__(self, path: str | os.PathLike[str], *, single_writer: bool = False) -> None:
         self.concurrency = 4
+        self.range_bytes = 1 << 20
         self.root = Path(path).expanduser().absolute()
         self.uri = str(self.root)
         self._single_writer = single_writer

@@ -50,7 +50,7 @@ def make_client(config: StoreConfig) -> Any:
     if checksums == "auto":
         # Stores that are not Amazon's answer ranged requests with checksums of the whole object, or refuse them.
         checksums = "when_required" if is_other else "when_supported"
-    path_style = is_other if config.path_style is None else config.path_style
+    style = {None: "path" if is_other else "auto", True: "path", False: "virtual"}[config.path_style]
     options: dict[str, Any] = {
         "connect_timeout": config.connect_timeout_s,
         "read_timeout": config.read_timeout_s,
@@ -58,7 +58,7 @@ def make_client(config: StoreConfig) -> Any:
         "max_pool_connections": config.concurrency + 2,
         "request_checksum_calculation": checksums,
         "response_checksum_validation": checksums,
-        "s3": {"addressing_style": "path" if path_style else "auto"},
+        "s3": {"addressing_style": style},
     }
     if config.anonymous:
         options["signature_version"] = UNSIGNED
