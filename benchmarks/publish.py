@@ -24,22 +24,24 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.measure import peak, reset_peak, spread, timed
 from benchmarks.report import machine, progress, write_section
 from trainer_hooks import DeltaPublisher
 
-SHAPE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 8192}
+SHAPE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6, "vocab_size": 8192}
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 12, "tie_word_embeddings": False}
 DENSITIES = (0.001, 0.01, 0.1)
 AT_DENSITY = 0.01
-REPETITIONS = 7
+REPETITIONS = 5
 TIMES = ("memcpy", "blocked", "committed", "sync", "save_pretrained")
 
 
 def main() -> int:
     """Measure, print, and write the table."""
     torch.manual_seed(0)
+    disable_progress_bar()
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, **HEADS)).bfloat16()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -83,8 +83,8 @@ class DeltaPublisher:
         RunMismatch: `sync_dir` belongs to a run with another base or to another than `resume_from`, or to one that does
             not allow such encodings.
         BrokenChain, VersionConflict: the run there has gone back, or has gone another way, since `resume_from`.
-        UnsupportedFormat: there is no such encoding.
-        ObjectNotFound, CorruptFile, UnsupportedFormat: the base, or the run there, cannot be read.
+        ObjectNotFound, CorruptFile, UnsupportedFormat: the base, or the run there, cannot be read, or there is no such
+            encoding.
         StoreError, StoreUnavailable: `sync_dir` cannot be used.
 
     Example:
@@ -245,14 +245,11 @@ class DeltaPublisher:
 
         Args:
             optimizer: whose steps.
-            every: publish after steps whose number this divides.
+            every: publish after steps whose number this divides; at least 1, or it raises ValueError.
             first_step: the number of the next step; after a resume, one more than the steps made.
 
         Returns:
             A handle; its ``remove()`` ends it.
-
-        Raises:
-            ValueError: `every` is less than 1.
         """
         return publish_after_steps(lambda step: self.publish(step=step), optimizer, every=every, first_step=first_step)
 
@@ -309,13 +306,11 @@ class DeltaPublisher:
         """Have the last call become a version, if it did not; and close."""
         with contextlib.suppress(Exception):  # the next attempt says why
             self.drain(self._drain_timeout_s)
-        if self._turns.is_busy:
-            self.close(timeout_s=0.0)
-            return
+        is_busy = self._turns.is_busy
         is_out = self._last is not None and not self._last.is_skipped and self._last.version <= self.version
-        if self._last_call is not None and not is_out:
+        if self._last_call is not None and not (is_busy or is_out):
             self._publish(*self._last_call)
-        self.close()
+        self.close(timeout_s=0.0 if is_busy else None)
 
     def state_dict(self) -> dict[str, object]:
         """Return what a trainer's checkpoint should remember of the run: plain strings and numbers. Does not block.
@@ -335,9 +330,7 @@ class DeltaPublisher:
         would start a new run.
 
         Raises:
-            RunMismatch: it is not.
-            BrokenChain: it is, but has gone back to an older version.
-            VersionConflict: it is, but has gone another way since.
+            RunMismatch, BrokenChain, VersionConflict: it is not, or has gone back, or has gone another way since.
             StoreError, StoreUnavailable: the store cannot be read.
         """
         SavedState.of(state).check(RunFolder(self._store))
