@@ -126,7 +126,8 @@ def test_log_is_a_line_a_version_and_takes_names_as_they_are(pristine: TinyRun):
     assert title.startswith(f"run {pristine.publisher.run_id}, base {pristine.base}, checkpoint ")
     assert sizes.startswith("3 versions up to 3, ")
     assert re.fullmatch(r"density [\u2581-\u2588]{3}  0 to [\d.]+ %", density)
-    assert [line.split()[:2] for line in versions] == [["1", "delta"], ["2", "delta"], ["3", "delta"]]
+    assert [line.split()[0] for line in versions] == ["1", "2", "3"]
+    assert [" delta " in line for line in versions] == [True] * 3
     assert versions[2].rstrip().endswith("reward[mean]=0.25 a:smile:=3")
 
 

@@ -85,6 +85,9 @@ def _print(history: RunHistory) -> None:
     typer.echo(
         f"run {history.run_id}, base {printable(history.base)}, checkpoint {human_bytes(history.checkpoint_bytes)}"
     )
+    if history.merged:
+        merged = (f"{record.base_version} to {record.version}" for record in history.merged)
+        typer.echo("merged deltas: " + ", ".join(merged))
     if history.versions:
         density = history.densities()
         full = history.checkpoint_bytes * len(history.versions)
@@ -94,13 +97,10 @@ def _print(history: RunHistory) -> None:
             f"{percent(history.payload_bytes / max(1, full))} of as many checkpoints"
         )
         typer.echo(f"density {sparkline(density.tolist())}  0 to {percent(float(density.max()))}")
-    if history.merged:
-        merged = (f"{record.base_version} to {record.version}" for record in history.merged)
-        typer.echo("merged deltas: " + ", ".join(merged))
     typer.echo()
     broken = {problem.version for problem in history.problems}
     print_table(
-        ("version", "kept", "step", "changed", "density", "bytes", "of full", "created", "metrics"),
+        ("version", "step", "changed", "density", "bytes", "of full", "created", "kept", "metrics"),
         list(_rows(history, broken)),
     )
     if history.problems:
@@ -117,11 +117,11 @@ def _rows(history: RunHistory, broken: set[int]) -> Iterator[list[object]]:
     for number in sorted({*known, *broken, *first_missing}):
         if number in first_missing:
             last = first_missing[number]
-            yield [number if last == number else f"{number} to {last}", "MISSING", *[""] * 7]
+            yield [number if last == number else f"{number} to {last}", *[""] * 6, "MISSING", ""]
         elif number in known:
             yield _row(known[number], history, "BROKEN" if number in broken else _kept(known[number], anchors))
         else:
-            yield [number, "DAMAGED", *[""] * 7]
+            yield [number, *[""] * 6, "DAMAGED", ""]
 
 
 def _kept(facts: VersionFacts, anchors: Collection[int]) -> str:
@@ -134,12 +134,12 @@ def _row(facts: VersionFacts, history: RunHistory, kept: str) -> list[object]:
     record = facts.record
     return [
         record.version,
-        kept,
         "" if facts.step is None else facts.step,
         f"{record.changed_elements:,}",
         f"{100 * record.changed_elements / max(1, history.total_elements):.3f} %",
         human_bytes(record.payload_bytes),
         f"{100 * record.payload_bytes / max(1, history.checkpoint_bytes):.2f} %",
         record.created_at[:19],
+        kept,
         " ".join(f"{name}={value:.4g}" for name, value in facts.metrics.items()),
     ]
