@@ -95,3 +95,11 @@ def test_alerts_are_explained():
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert {"summary", "description"} == set(rule["annotations"])
         assert f"`{rule['alert']}`" in docs
+
+
+def test_pictures_that_the_guide_shows_are_there_and_are_what_plot_draws():
+    shown = re.findall(r"\]\((images/[^)]+)\)", (ROOT / "docs" / "observability.md").read_text())
+    names = ["density", "layers", "bytes", "times", "touched"]
+    assert shown == [f"images/run/{name}.png" for name in names]
+    for path in shown:
+        assert (ROOT / "docs" / path).read_bytes().startswith(b"\x89PNG\r\n")
