@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 class PublishObserver(Protocol):
-    """Is told what a publisher does: on the thread that commits, which is not the training step's unless it is asked to be.
+    """Is told what a publisher does, before anybody who waits for the publication.
 
-    One call at a time, and before anybody who waits for the publication.
+    On the thread that commits: unless the publisher is told to do all in the caller's, that is one behind it.
     """
 
     def published(self, report: PublishReport, step: int | None, metrics: Mapping[str, float]) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
+from tests.support.faults import FaultyStore
 from tests.support.runs import TinyRun, make_run
 from trainer_hooks import DeltaPublisher, PublishMetrics, PublishReport, TensorBoardObserver, WandbObserver
-from vllm_delta_snapshot.errors import CompatibilityError, DeltaSnapshotError, SourceError
+from vllm_delta_snapshot.errors import CompatibilityError, DeltaSnapshotError, SourceError, StoreUnavailable
 
 
 class Recorder:
@@ -43,8 +45,20 @@ def run(tmp_path: Path) -> TinyRun:
     return make_run(tmp_path, 0)
 
 
-def observed(run: TinyRun, *observers: object) -> DeltaPublisher:
-    return DeltaPublisher(run.trainer, sync_dir=str(run.sync_dir), base=run.base, observers=observers)
+def observed(run: TinyRun, *observers: object, asynchronous: bool = True) -> DeltaPublisher:
+    return DeltaPublisher(
+        run.trainer, sync_dir=str(run.sync_dir), base=run.base, observers=observers, asynchronous=asynchronous
+    )
+
+
+@contextlib.contextmanager
+def misfit(run: TinyRun) -> Iterator[None]:
+    """Let the trainer have a tensor of another shape meanwhile."""
+    weights = run.trainer.weights
+    kept = weights["model.norm.weight"]
+    weights["model.norm.weight"] = kept[:3]
+    yield
+    weights["model.norm.weight"] = kept
 
 
 def samples(metrics: PublishMetrics) -> dict[str, float]:
@@ -56,19 +70,33 @@ def samples(metrics: PublishMetrics) -> dict[str, float]:
     }
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
 def test_observers_are_told_of_what_happens_and_one_that_fails_stops_nobody(
-    run: TinyRun, caplog: pytest.LogCaptureFixture
+    run: TinyRun, caplog: pytest.LogCaptureFixture, asynchronous: bool
 ):
     recorder = Recorder()
-    publisher = observed(run, Broken(), recorder)
+    publisher = observed(run, Broken(), recorder, asynchronous=asynchronous)
     run.trainer.step(1)
     with caplog.at_level(logging.WARNING, "trainer_hooks.observers"):
-        assert publisher.publish(step=10, metrics={"reward": 0.5}).version == 1
-        with pytest.raises(SourceError, match="metric loss is not a finite number"):
-            publisher.publish(metrics={"loss": float("nan")})
-        assert publisher.publish().version == 2
+        assert publisher.publish(step=10, metrics={"reward": 0.5}).wait().version == 1
+        with misfit(run), pytest.raises(SourceError, match=r"model\.norm\.weight"):
+            publisher.publish().wait()
+        assert publisher.publish().wait().version == 2
     assert recorder.told == [(1, 10, {"reward": 0.5}), SourceError, (2, None, {})]
     assert [record.getMessage() for record in caplog.records] == ["observer=Broken failed"] * 3
+
+
+def test_failure_behind_the_step_is_told_once(run: TinyRun, monkeypatch: pytest.MonkeyPatch):
+    recorder = Recorder()
+    publisher = observed(run, recorder)
+    faulty = FaultyStore(publisher._store, 0)
+    monkeypatch.setattr(publisher, "_store", faulty)
+    run.trainer.step(1)
+    with pytest.raises(StoreUnavailable):
+        publisher.publish().wait()
+    run.trainer.step(2)
+    assert publisher.publish(step=2).wait().version == 1
+    assert recorder.told == [StoreUnavailable, (1, 2, {})]
 
 
 def test_metrics_have_the_documented_names_and_tell_what_was_published(run: TinyRun):
@@ -78,14 +106,15 @@ def test_metrics_have_the_documented_names_and_tell_what_was_published(run: Tiny
     for number in (1, 2):
         run.trainer.step(number)
         reports.append(publisher.publish().report)
-    with pytest.raises(SourceError):
-        publisher.publish(metrics={"loss": float("nan")})
+    with misfit(run), pytest.raises(SourceError):
+        publisher.publish()
     found = samples(metrics)
     expected = {
         'published_bytes_total{kind="delta"}': sum(report.payload_bytes for report in reports),
         'publish_duration_seconds_count{stage="diff"}': 2,
         'publish_duration_seconds_sum{stage="diff"}': sum(report.diff_s for report in reports),
         'publish_duration_seconds_count{stage="write"}': 2,
+        "publish_blocked_duration_seconds_sum": sum(report.blocked_s for report in reports),
         "mutation_density_ratio_sum": sum(report.density for report in reports),
         "mutation_density_ratio_count": 2,
         "head_version": 2,
@@ -155,7 +184,7 @@ def test_trackers_get_numbers_over_step_and_version(run: TinyRun):
     publisher = observed(run, TensorBoardObserver(written), WandbObserver(written))
     run.trainer.step(1)
     first = publisher.publish(step=30).report
-    publisher.publish()
+    publisher.publish().wait()
     assert ("delta_snapshot/density", first.density, 30) in written.rows
     assert ("delta_snapshot/density", 0.0, 2) in written.rows
     assert written.defined == [("delta_snapshot/*", "delta_snapshot/version")]
