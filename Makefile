@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm lint typecheck format bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply clean
+.PHONY: help setup demo test test-fast test-vllm lint typecheck format pictures bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -48,6 +48,10 @@ format: $(STAMPS)/base  ## ruff: rewrite
 
 typecheck: $(STAMPS)/base  ## mypy, strict
 	$(BIN)/mypy
+
+pictures: $(STAMPS)/base  ## The pictures in docs/observability.md, of the run that make demo left
+	$(BIN)/delta-snapshot plot demo_out/sync -o demo_out/pictures --html demo_out/report.html --touched
+	mkdir -p docs/images/run && cp demo_out/pictures/*.png docs/images/run/
 
 bench: bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores  ## Measure, side by side, and write docs/performance.md
 

@@ -12,8 +12,11 @@ The way of the data: `source` names the tensors, `diff` compares them with the `
 commits, `publisher` ties these together, `resume` finds the way back after a restart.
 """
 
+from trainer_hooks.metrics import PublishMetrics
+from trainer_hooks.observers import PublishObserver
 from trainer_hooks.publisher import DeltaPublisher, Publication, PublishReport
 from trainer_hooks.source import IterableSource, ModuleSource, ParameterSource, SourceItem
+from trainer_hooks.trackers import TensorBoardObserver, WandbObserver
 from vllm_delta_snapshot.upkeep import UpkeepPolicy
 
 __all__ = [
@@ -22,7 +25,11 @@ __all__ = [
     "ModuleSource",
     "ParameterSource",
     "Publication",
+    "PublishMetrics",
+    "PublishObserver",
     "PublishReport",
     "SourceItem",
+    "TensorBoardObserver",
     "UpkeepPolicy",
+    "WandbObserver",
 ]

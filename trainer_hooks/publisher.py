@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from trainer_hooks.differ import check_names
 from trainer_hooks.hook import publish_after_steps
 from trainer_hooks.kernel import load_kernel
+from trainer_hooks.observers import PublishObserver
 from trainer_hooks.publication import Fleet, Publication, PublishReport, R, notes_of
 from trainer_hooks.published import Published
 from trainer_hooks.resume import PublishedState, open_run, policy_of
@@ -77,6 +78,7 @@ class DeltaPublisher:
         upkeep: when anchors and merged deltas are written and old deltas pruned, in a process of its own; by default
             never (docs/retention.md).
         max_file_bytes: soft limit of a payload file.
+        observers: told of every publication, such as `PublishMetrics`; what they raise is logged.
 
     Raises:
         SourceError: the tensors do not fit the base checkpoint; every misfit is named.
@@ -110,6 +112,7 @@ class DeltaPublisher:
         single_writer: bool = False,
         upkeep: UpkeepPolicy | None = None,
         max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+        observers: Iterable[PublishObserver] = (),
     ) -> None:
         if when_busy not in get_args(WhenBusy):
             raise ValueError(f"when_busy must be one of {get_args(WhenBusy)}, not {when_busy!r}")
@@ -134,6 +137,7 @@ class DeltaPublisher:
             buffer_bytes=buffer_bytes or default_buffer_bytes(checkpoint_bytes),
             exit_timeout_s=drain_timeout_s,
             on_commit=() if self._upkeep is None else (self._upkeep.after,),
+            observers=tuple(observers),
         )
         self._published = Published(state)
         self._turns = Turns(self._published, self._reopened)

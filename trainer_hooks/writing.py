@@ -17,10 +17,12 @@ from trainer_hooks.background import Feed, Task
 from trainer_hooks.diff import TensorDiff
 from trainer_hooks.differ import Differ
 from trainer_hooks.kept import KeptChanges
+from trainer_hooks.observers import PublishObserver, tell
 from trainer_hooks.publication import PublishReport
 from trainer_hooks.publish import write_publication
 from trainer_hooks.published import Attempt, Published
 from vllm_delta_snapshot.delta_folder import DigestedChange, WriterNotes
+from vllm_delta_snapshot.errors import DeltaSnapshotError, NotPublished
 from vllm_delta_snapshot.format.choose import choose
 from vllm_delta_snapshot.ordered import thread_pool
 from vllm_delta_snapshot.store import Store
@@ -48,6 +50,7 @@ class WritingRules:
         buffer_bytes: how many bytes of changes may wait to be encoded.
         exit_timeout_s: how long the interpreter, when it ends, waits for a publication.
         on_commit: told of every version that was committed, in the thread that did; what they raise is logged.
+        observers: told of every version that was committed and of every failure.
     """
 
     run_id: str
@@ -59,6 +62,7 @@ class WritingRules:
     buffer_bytes: int
     exit_timeout_s: float
     on_commit: tuple[Callable[[PublishReport], object], ...] = ()
+    observers: tuple[PublishObserver, ...] = ()
 
 
 def default_buffer_bytes(checkpoint_bytes: int) -> int:
@@ -138,14 +142,34 @@ class Writing:
                         break  # the thread has failed already; the next call says of what
             self._blocked_s = time.monotonic() - self._started
             self._feed.close()
-        except BaseException:
+        except BaseException as error:
             self._feed.give_up()
+            self._tell_failed(error)
             raise
 
     def _write(
         self, diffs: Iterable[TensorDiff], pool: ThreadPoolExecutor | None, check: Callable[[], None]
     ) -> PublishReport:
-        """Encode, write and commit; `check` raises when that is no longer wanted, at the latest before the commit."""
+        """Encode, write and commit, and tell observers what came of it.
+
+        `check` raises when it is no longer wanted, at the latest before the commit.
+        """
+        try:
+            report = self._write_and_commit(diffs, pool, check)
+        except BaseException as error:
+            self._tell_failed(error)
+            raise
+        tell(self._rules.observers, lambda observer: observer.published(report, self._notes.step, self._notes.metrics))
+        return report
+
+    def _tell_failed(self, error: BaseException) -> None:
+        # One that was given up did not fail, and of a diff that failed the thread that waits for it knows no reason.
+        if isinstance(error, DeltaSnapshotError) and not isinstance(error, NotPublished):
+            tell(self._rules.observers, lambda observer: observer.failed(error))
+
+    def _write_and_commit(
+        self, diffs: Iterable[TensorDiff], pool: ThreadPoolExecutor | None, check: Callable[[], None]
+    ) -> PublishReport:
         kept = KeptChanges()
         record = write_publication(
             self._store,

@@ -52,6 +52,7 @@ class Acknowledgement(WireModel):
         version: the version that it serves.
         applied_at: when it had it, in seconds since 1970, by its own clock.
         pause_s: for how long generation stood still.
+        stage_s: from finding the version until it was staged and checked; ``None`` where that is not known.
     """
 
     format: Literal["delta_snapshot_ack"] = "delta_snapshot_ack"
@@ -61,6 +62,7 @@ class Acknowledgement(WireModel):
     version: int = Field(ge=0, le=MAX_VERSION)
     applied_at: float
     pause_s: float
+    stage_s: float | None = None
 
 
 def check_sampler(name: str) -> str:
@@ -92,14 +94,19 @@ class Acknowledger:
         self._folder = f"{ACKS_FOLDER}/{self._sampler}"
         self._next: int | None = None
 
-    def write(self, version: int, *, pause_s: float) -> None:
+    def write(self, version: int, *, pause_s: float, stage_s: float | None = None) -> None:
         """Say that the sampler serves `version`.
 
         Raises:
             StoreError: it could not be written; say it again later.
         """
         data = Acknowledgement(
-            run_id=self._run_id, sampler=self._sampler, version=version, applied_at=time.time(), pause_s=pause_s
+            run_id=self._run_id,
+            sampler=self._sampler,
+            version=version,
+            applied_at=time.time(),
+            pause_s=pause_s,
+            stage_s=stage_s,
         ).to_json()
         if self._next is None:
             self._next = max(_numbers(self._store, self._folder), default=0) + 1
@@ -108,7 +115,7 @@ class Acknowledger:
         except ObjectExists:
             # One of an attempt whose answer was lost, or of another follower of that name: the next number tells.
             self._next = None
-            self.write(version, pause_s=pause_s)
+            self.write(version, pause_s=pause_s, stage_s=stage_s)
             return
         self._next += 1
         for number in sorted(_numbers(self._store, self._folder))[:-_KEPT]:

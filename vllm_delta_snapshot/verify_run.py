@@ -22,7 +22,7 @@ from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.anchor import fetch_anchor
 from vllm_delta_snapshot.stage.replay import opened_version
 
-__all__ = ["RunProblem", "RunVerification", "verify_run"]
+__all__ = ["RunProblem", "RunVerification", "check_link", "verify_run"]
 
 Progress = Callable[[int, int, int], None]
 """Called with (records done, records in all, bytes read so far)."""
@@ -128,7 +128,7 @@ class _Verifier:
         record = self._folder.read_version(version)
         self._committed.add(record.folder)
         self._digests[version] = record.state_digest
-        _check_link(record, before, self._digests[before])
+        check_link(record, before, self._digests[before])
         if version <= self._shortcuts.pruned:
             return 0
         self._open(record)
@@ -159,7 +159,18 @@ class _Verifier:
             pass  # that it opens is the check
 
 
-def _check_link(record: VersionRecord, version: int, state_digest: str) -> None:
+def check_link(record: VersionRecord, version: int, state_digest: str) -> None:
+    """Check that a version continues another one.
+
+    Args:
+        record: the version.
+        version: the one before it.
+        state_digest: the state that this one ends in.
+
+    Raises:
+        BrokenChain: a version between them is missing.
+        BaseMismatch: it starts from other weights.
+    """
     if record.version != version + 1:
         raise BrokenChain(
             f"nothing leads to version {record.version}",

@@ -129,6 +129,7 @@ def conclusion(
     print(f"\n{seconds:.0f} s in all. Wrote {_short(settings.out)}/density_and_reward.png and steps.json. Try next:")
     print(f"  delta-snapshot verify {sync}")
     print(f"  delta-snapshot log {sync}")
+    print(f"  delta-snapshot plot {sync} --html {_short(settings.out / 'report.html')}")
     print(f"  delta-snapshot inspect {sync}@{settings.steps}")
     print(f"  delta-snapshot materialize {sync}@1 {_short(settings.out / 'version-1')}")
 

@@ -63,11 +63,20 @@ def edit(store: PosixStore, sampler: str, number: int, content: bytes) -> Path:
 
 def test_acknowledgement_is_read_back_as_it_was_written(store: PosixStore):
     before = time.time()
-    Acknowledger(store, RUN, "node1-8000").write(7, pause_s=0.25)
+    Acknowledger(store, RUN, "node1-8000").write(7, pause_s=0.25, stage_s=1.5)
     said = read_acknowledgements(store, RUN)["node1-8000"]
     assert (said.run_id, said.sampler, said.version, said.pause_s) == (RUN, "node1-8000", 7, 0.25)
+    assert said.stage_s == 1.5
     assert before <= said.applied_at <= time.time()
     assert Acknowledgement.from_json(said.to_json(), file="x") == said
+
+
+def test_acknowledgement_that_says_nothing_of_staging_is_read(store: PosixStore):
+    Acknowledger(store, RUN, "a").write(7, pause_s=0.25)
+    fields = json.loads((store.root / "acks" / "a" / "00000001.json").read_text())
+    assert fields.pop("stage_s") is None
+    edit(store, "a", 2, json.dumps(fields).encode())
+    assert read_acknowledgements(store, RUN)["a"].stage_s is None
 
 
 def test_nothing_was_said_in_a_new_run(store: PosixStore):

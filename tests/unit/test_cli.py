@@ -20,7 +20,7 @@ from vllm_delta_snapshot.store.posix import PosixStore
 COMMAND = Path(sys.executable).with_name("delta-snapshot")
 VERBS = (
     *("inspect", "log", "verify", "sync", "follow", "repair", "doctor", "materialize", "export", "plan"),
-    *("compact", "anchor", "prune"),
+    *("compact", "anchor", "prune", "plot", "diff"),
 )
 
 
@@ -118,9 +118,10 @@ READERS: list[Callable[[object], tuple[object, ...]]] = [
     lambda sync_dir: ("verify", sync_dir),
     lambda sync_dir: ("materialize", sync_dir, "/nowhere/out"),
     lambda sync_dir: ("export", sync_dir, "/nowhere/out"),
+    lambda sync_dir: ("plot", sync_dir, "-o", "/nowhere/out"),
 ]
 readers = pytest.mark.parametrize(
-    "call", READERS, ids=["inspect", "inspect-version", "log", "verify", "materialize", "export"]
+    "call", READERS, ids=["inspect", "inspect-version", "log", "verify", "materialize", "export", "plot"]
 )
 forms = pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
 

@@ -1,13 +1,15 @@
 """``inspect`` and ``log``: data on stdout, the documented fields, names as they are."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.cli import Outcome, documented_fields, fields_of
+from tests.support.cli import ERROR_FIELDS, Outcome, documented_fields, fields_of
 from tests.support.openrl import write_openrl_delta
-from tests.support.runs import TinyRun, make_run
+from tests.support.runs import TinyRun, copy_of, edit_metadata, make_run
 from vllm_delta_snapshot.checkpoint import Checkpoint
 
 forms = pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
@@ -120,9 +122,12 @@ def test_log_has_the_documented_fields(pristine: TinyRun):
 def test_log_is_a_line_a_version_and_takes_names_as_they_are(pristine: TinyRun):
     outcome = Outcome("log", pristine.sync_dir)
     outcome.assert_ok()
-    title, _, *versions = outcome.stdout.splitlines()
+    title, sizes, density, _, _, *versions = outcome.stdout.splitlines()
     assert title.startswith(f"run {pristine.publisher.run_id}, base {pristine.base}, checkpoint ")
+    assert sizes.startswith("3 versions up to 3, ")
+    assert re.fullmatch(r"density [\u2581-\u2588]{3}  0 to [\d.]+ %", density)
     assert [line.split()[0] for line in versions] == ["1", "2", "3"]
+    assert [" delta " in line for line in versions] == [True] * 3
     assert versions[2].rstrip().endswith("reward[mean]=0.25 a:smile:=3")
 
 
@@ -139,3 +144,34 @@ def test_log_of_a_run_without_versions_is_empty(tmp_path: Path):
     outcome.assert_ok()
     assert outcome.json["versions"] == []
     Outcome("log", run.sync_dir).assert_ok()
+
+
+def test_log_shows_a_broken_chain_and_exits_with_1(pristine: TinyRun, tmp_path: Path):
+    run = copy_of(pristine, tmp_path / "run")
+    (run.sync_dir / "versions" / "00000001.json").write_text("{")
+    (run.sync_dir / "versions" / "00000002.json").unlink()
+    (run.sync_dir / "versions" / "00000006.json").write_bytes((run.sync_dir / "versions/00000003.json").read_bytes())
+    outcome = Outcome("log", run.sync_dir)
+    assert (outcome.code, outcome.stderr) == (1, "")
+    lines = [" ".join(line.split()) for line in outcome.stdout.splitlines()]
+    assert "1 DAMAGED" in lines
+    assert "2 MISSING" in lines
+    assert "4 to 5 MISSING" in lines
+    assert "6 DAMAGED" in lines
+    assert lines[lines.index("the chain is broken:") + 1].startswith("version 1: ")
+    found = Outcome("log", run.sync_dir, "--json")
+    assert (found.code, found.stderr, found.json["ok"]) == (1, "", False)
+    assert fields_of(found.json) == documented_fields("`log`") | {"ok"} | ERROR_FIELDS
+    assert found.json["gaps"] == [[2, 2], [4, 5]]
+    assert [problem["version"] for problem in found.json["problems"]] == [1, 6]
+
+
+def test_log_shows_no_control_characters_of_a_run(pristine: TinyRun, tmp_path: Path):
+    run = copy_of(pristine, tmp_path / "run")
+    edit_metadata(run, 3, metrics={"\x1b]0;hacked\x07\n": 1.0})
+    text = Outcome("log", run.sync_dir).stdout
+    assert "?]0;hacked??=1" in text
+    assert "\x1b" not in text
+    assert json.loads(Outcome("log", run.sync_dir, "--json").stdout)["versions"][2]["metrics"] == {
+        "\x1b]0;hacked\x07\n": 1.0
+    }

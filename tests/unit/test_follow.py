@@ -387,6 +387,9 @@ def test_versions_are_acknowledged_in_the_store_once(setting: Setting):
     follower.step()
     assert setting.said() == {"node1-8000": 3}
     assert follower.state.acknowledged == 3
+    said = read_acknowledgements(PosixStore(setting.sync_dir), setting.run_id)["node1-8000"]
+    assert follower.state.last is not None
+    assert (said.pause_s, said.stage_s) == (follower.state.last.pause_s, follower.state.last.stage_s)
     assert len(PosixStore(setting.sync_dir).list("acks/node1-8000")) == 2
 
 

@@ -20,10 +20,20 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from vllm_delta_snapshot.errors import CompatibilityError, DeltaSnapshotError, LimitExceeded, StoreUnavailable
+from vllm_delta_snapshot.report.text import human_bytes, printable
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
-__all__ = ["EXIT_PROBLEM", "EXIT_UNREACHABLE", "EXIT_USAGE", "fail", "open_run", "reported", "split_target"]
+__all__ = [
+    "EXIT_PROBLEM",
+    "EXIT_UNREACHABLE",
+    "EXIT_USAGE",
+    "fail",
+    "human_bytes",
+    "open_run",
+    "reported",
+    "split_target",
+]
 
 EXIT_PROBLEM: Final = 1
 EXIT_USAGE: Final = 2
@@ -89,22 +99,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     """Print a table to stdout; the first column is text, the others are numbers unless they begin with a letter."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        is_text = number == 0 or column in ("metrics", "dtype", "created", "kept", "file", "for example", "why")
+        is_text = number == 0 or column in ("metrics", "dtype", "created", "kept", "file", "for example", "why", "what")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*(printable(str(cell)) for cell in row))
     # Not a terminal: no width to fit into, so nothing is cut. Names may have brackets: they are no markup.
     width = None if sys.stdout.isatty() else 1_000_000
     Console(width=width, highlight=False, markup=False, emoji=False).print(table)
-
-
-def human_bytes(num_bytes: float) -> str:
-    """Return a size for people, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.2f} TB"
 
 
 @contextlib.contextmanager

@@ -247,7 +247,10 @@ class Follower:
         if self._acknowledger is None or state.applied is None or state.acknowledged == state.applied:
             return
         try:
-            self._acknowledger.write(state.applied, pause_s=state.last.pause_s if state.last else 0.0)
+            last = state.last
+            self._acknowledger.write(
+                state.applied, pause_s=last.pause_s if last else 0.0, stage_s=last.stage_s if last else None
+            )
         except StoreError as error:
             logger.warning("cannot acknowledge version=%d: %s", state.applied, error)
         else:
