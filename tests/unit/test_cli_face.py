@@ -170,6 +170,15 @@ def test_diff_of_what_cannot_be_compared_exits_with_2(pristine: TinyRun, tmp_pat
     Outcome("diff", a.format(**names), b.format(**names), "--json").assert_failed(2, kind)
 
 
+def test_diff_of_nothing_says_what_it_takes(tmp_path: Path):
+    message = Outcome("diff", tmp_path / "none", tmp_path).assert_failed(2, "ObjectNotFound")
+    assert message.startswith(f"no such folder: file {tmp_path}/none. Give a version (SYNC_DIR@N), a run")
+
+
+def test_help_of_plot_names_what_it_needs():
+    assert "Needs matplotlib." in " ".join(Outcome("plot", "--help").stdout.split())
+
+
 def test_diff_with_an_unreachable_store_exits_with_3(pristine: TinyRun, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         "vllm_delta_snapshot.cli.output.open_store", lambda uri: FaultyStore(PosixStore(uri), 0, down=True)

@@ -116,7 +116,7 @@ def plot(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Draw pictures of a run: density by step and by layer, bytes, and where the time went. Needs the extra [plot]."""
+    """Draw pictures of a run: density by step and by layer, bytes, and where the time went. Needs matplotlib."""
     from vllm_delta_snapshot.cli import plot as verb
 
     if out is None and html is None:

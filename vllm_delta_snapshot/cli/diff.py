@@ -16,6 +16,7 @@ from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.cli.output import EXIT_PROBLEM, EXIT_USAGE, print_json, print_table, progress_bar, reported
 from vllm_delta_snapshot.cli.targets import base_of_run, open_run_at, split_folder
 from vllm_delta_snapshot.compare import Comparison, TensorComparison, compare_checkpoints, compare_versions
+from vllm_delta_snapshot.errors import ObjectNotFound
 from vllm_delta_snapshot.format.layout import RUN_KEY
 from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.report.text import counted, percent
@@ -61,7 +62,13 @@ def run(a: str, b: str, base: Path | None, *, as_json: bool) -> None:
 def _place(target: str) -> _Version | Path:
     """Return what a target names: a local folder that holds no run is a checkpoint."""
     folder, number = split_folder(target)
-    if folder is not None and number is None and folder.is_dir() and not (folder / RUN_KEY).is_file():
+    if folder is not None and not folder.is_dir():
+        raise ObjectNotFound(
+            "no such folder",
+            file=str(folder),
+            hint="Give a version (SYNC_DIR@N), a run (its newest version), or a folder with safetensors files.",
+        )
+    if folder is not None and number is None and not (folder / RUN_KEY).is_file():
         return folder
     return _Version(*open_run_at(target))
 
