@@ -121,7 +121,7 @@ def test_trainer_that_restarts_before_the_newest_name_shows_overwrites_nothing(
 ):
     mount.set(hide_s=1000, where="00000002.json")
     run.publish()
-    blind = DeltaPublisher(run.trainer, sync_dir=run.uri, base=run.base)
+    blind = DeltaPublisher(run.trainer, sync_dir=run.uri, base=run.base, asynchronous=False)
     assert blind.version == 1
     with pytest.raises(StoreError) as caught:
         blind.publish()

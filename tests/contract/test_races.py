@@ -88,7 +88,7 @@ def test_run_in_the_folder_of_another_is_refused_and_changes_nothing(
     other = TinyTrainer("another")
     base = write_checkpoint(tmp_path / "other", other.weights)
     with pytest.raises(RunMismatch) as caught:
-        DeltaPublisher(other, sync_dir=run.uri, base=base)
+        DeltaPublisher(other, sync_dir=run.uri, base=base, asynchronous=False)
     assert run.publisher is not None
     assert run.publisher.run_id in str(caught.value)
     assert everything(open_store(run.uri)) == before
@@ -109,7 +109,7 @@ def test_trainer_that_wakes_up_after_another_took_over_changes_nothing(
         assert zombie.stdout.readline() == "stopping\n"
         os.waitid(os.P_PID, zombie.pid, os.WSTOPPED | os.WNOWAIT)
         successor = TinyTrainer()
-        publisher = DeltaPublisher(successor, sync_dir=uri, base=base)
+        publisher = DeltaPublisher(successor, sync_dir=uri, base=base, asynchronous=False)
         for number in (11, 12):
             successor.step(number)
             publisher.publish()

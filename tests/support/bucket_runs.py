@@ -43,7 +43,7 @@ class BucketRun:
 
     def open(self) -> DeltaPublisher:
         """Start a publisher, or start it again."""
-        self.publisher = DeltaPublisher(self.trainer, sync_dir=self.uri, base=self.base)
+        self.publisher = DeltaPublisher(self.trainer, sync_dir=self.uri, base=self.base, asynchronous=False)
         return self.publisher
 
     def publish(self) -> int:

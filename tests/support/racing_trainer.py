@@ -23,7 +23,7 @@ def race(uri: str, base: str, rounds: int, number: int, barrier: Any, out: Any) 
     s3.make_client = functools.cache(s3.make_client)  # which takes longer to make than all else here
     for turn in range(rounds):
         trainer = TinyTrainer()
-        publisher = DeltaPublisher(trainer, sync_dir=f"{uri}/{turn}", base=base, threads=1)
+        publisher = DeltaPublisher(trainer, sync_dir=f"{uri}/{turn}", base=base, threads=1, asynchronous=False)
         trainer.step(number)
         barrier.wait(120)
         try:

@@ -11,26 +11,26 @@ import signal
 import sys
 
 from tests.support.runs import TinyTrainer
-from trainer_hooks import DeltaPublisher, publisher
+from trainer_hooks import DeltaPublisher, published
 from vllm_delta_snapshot.errors import DeltaSnapshotError
 
 
 def main(uri: str, base: str) -> None:
     """Publish version 1, fall asleep before the commit of version 2, and go on when woken up."""
     trainer = TinyTrainer()
-    zombie = DeltaPublisher(trainer, sync_dir=uri, base=base)
+    zombie = DeltaPublisher(trainer, sync_dir=uri, base=base, asynchronous=False)
     trainer.step(1)
     zombie.publish()
-    real = publisher.commit
+    real = published.commit
 
     def asleep(*args: object) -> None:
-        publisher.commit = real
+        published.commit = real
         sys.stdout.write("stopping\n")
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGSTOP)
         real(*args)
 
-    publisher.commit = asleep
+    published.commit = asleep
     for step in (2, 3):
         trainer.step(step)
         try:
