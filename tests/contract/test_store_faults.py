@@ -29,7 +29,7 @@ from vllm_delta_snapshot.verify_run import verify_run
 pytestmark = pytest.mark.servers
 
 ALWAYS = 10_000
-UPLOAD = r"^(PUT|POST) .*delta\.safetensors"
+UPLOAD = r"^(PUT|POST) [^\0]*delta\.safetensors"
 COMMIT = r"^(PUT|POST) [^\0]*versions/0"
 DOWNLOAD = r"^GET (?!/storage/).*delta\.safetensors"
 METADATA = r"^GET (?!/storage/).*metadata\.json"
