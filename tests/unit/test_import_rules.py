@@ -18,6 +18,7 @@ RINGS = (
     (f"{OURS}.errors", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.dtypes", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.ordered", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
+    (f"{OURS}.regular_file", ("format", "store", "stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.delta_folder", ("stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.acks", ("stage", "engine", "drive", "cli", "plugin")),
     (f"{OURS}.chain", ("store", "stage", "engine", "drive", "cli", "plugin")),

@@ -7,6 +7,7 @@ import os
 import urllib.parse
 
 from vllm_delta_snapshot.drive.client import ServerClient, ServerError
+from vllm_delta_snapshot.store.secrets import presentable
 
 __all__ = ["client_of"]
 
@@ -19,8 +20,8 @@ def client_of(url: str) -> ServerClient:
     """
     try:
         urllib.parse.urlsplit(url).port  # noqa: B018 - raises where it is no number
-    except ValueError as error:
-        raise ServerError("not a server's URL", expected="http://host:port", found=url) from error
+    except ValueError:
+        raise ServerError("not a server's URL", expected="http://host:port", found=presentable(url)) from None
     # A key from a file often ends with a line break. What no header can carry, http.client would name in its error.
     api_key = os.environ.get("VLLM_API_KEY", "").strip()
     if not (api_key.isascii() and api_key.isprintable()):

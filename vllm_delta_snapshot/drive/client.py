@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from vllm_delta_snapshot.errors import DeltaSnapshotError, Recovery, error_kind
+from vllm_delta_snapshot.store.secrets import has_credentials, presentable
 
 __all__ = ["PauseMode", "ServerClient", "ServerError"]
 
@@ -56,7 +57,13 @@ class ServerClient:
     ) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ServerError("not a server's URL", expected="http://host:port", found=url)
+            raise ServerError("not a server's URL", expected="http://host:port", found=presentable(url))
+        if has_credentials(url):
+            raise ServerError(
+                "a server's URL holds credentials",
+                expected="http://host:port",
+                hint="Give the server's key by VLLM_API_KEY or api_key, other headers by `headers`.",
+            )
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json", **(headers or {})}

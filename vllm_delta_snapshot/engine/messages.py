@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from vllm_delta_snapshot.engine.ways import Way
+from vllm_delta_snapshot.store.secrets import refuse_credentials
 
 __all__ = ["DeltaSnapshotInitInfo", "DeltaSnapshotUpdateInfo"]
 
@@ -23,6 +24,7 @@ class DeltaSnapshotInitInfo(WeightTransferInitInfo):
 
     Raises:
         ValueError: a value of a wrong type or out of range.
+        StoreError: `sync_dir` holds credentials.
     """
 
     sync_dir: str | None = None
@@ -49,6 +51,7 @@ class DeltaSnapshotInitInfo(WeightTransferInitInfo):
             raise ValueError(f"init_info: cache_bytes must be positive, found {self.cache_bytes}")
         for name in ("sync_dir", "checkpoint", "stage_dir"):
             _check(name, getattr(self, name), str, optional=True)
+        refuse_credentials(self.sync_dir or "", "sync_dir")
         _check("skip", self.skip, list, optional=False)
         for pattern in self.skip:
             _check("skip", pattern, str, optional=False)

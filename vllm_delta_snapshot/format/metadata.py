@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import ConfigDict, FailFast, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from vllm_delta_snapshot.errors import UnsupportedFormat
 from vllm_delta_snapshot.format import layout
@@ -34,8 +34,8 @@ __all__ = [
     "parse_metadata",
 ]
 
-MAX_METADATA_BYTES: Final = 512 << 20
-"""A reader refuses a larger metadata.json: a million changed tensors take about 300 MB."""
+MAX_METADATA_BYTES: Final = 90 << 20
+"""A reader refuses a larger metadata.json: 300 000 changed tensors take about 90 MB."""
 
 LAYER_NAMES_KEY: Final = "layer_names"
 """The key in the safetensors header under which OpenRL repeats the names, as JSON."""
@@ -97,8 +97,8 @@ class _SparseDelta(WireModel):
     changed_elements: Count
     total_elements: Count
     density_pct: float
-    layer_names: tuple[Annotated[str, Field(min_length=1, max_length=4096)], ...]
-    layer_shapes: tuple[tuple[Count, ...], ...]
+    layer_names: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=4096)], ...], FailFast()]
+    layer_shapes: Annotated[tuple[Annotated[tuple[Count, ...], FailFast()], ...], FailFast()]
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
@@ -118,8 +118,8 @@ class DeltaMetadata(_SparseDelta):
     base_version: int = Field(ge=0, le=layout.MAX_VERSION)
     base_state_digest: Digest64
     state_digest: Digest64
-    files: tuple[FileEntry, ...]
-    tensors: tuple[TensorEntry, ...]
+    files: Annotated[tuple[FileEntry, ...], FailFast()]
+    tensors: Annotated[tuple[TensorEntry, ...], FailFast()]
     step: int | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     timings: Timings
@@ -180,4 +180,4 @@ def parse_metadata(data: bytes, *, file: str) -> DeltaMetadata | OpenRLMetadata:
             hint="Write it again with a current OpenRL.",
         )
     model = DeltaMetadata if "run_id" in fields else OpenRLMetadata
-    return model.from_json(data, file=file)
+    return model.validated(data, file=file)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from vllm_delta_snapshot.errors import CorruptFile, LimitExceeded, ObjectNotFound
+from vllm_delta_snapshot.errors import CorruptFile, ObjectNotFound
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.container import StoredChange, decode_file
 from vllm_delta_snapshot.format.metadata import (
@@ -20,6 +20,7 @@ from vllm_delta_snapshot.format.metadata import (
     parse_metadata,
 )
 from vllm_delta_snapshot.format.safetensors_io import MappedFile
+from vllm_delta_snapshot.regular_file import read_bounded
 from vllm_delta_snapshot.types import TensorPatch, TensorSpec
 
 __all__ = ["read_folder_metadata", "read_openrl_delta"]
@@ -34,10 +35,7 @@ def read_folder_metadata(folder: Path) -> DeltaMetadata | OpenRLMetadata:
     """
     path = folder / layout.METADATA_NAME
     try:
-        num_bytes = path.stat().st_size
-        if num_bytes > MAX_METADATA_BYTES:
-            raise LimitExceeded("metadata too large", file=str(path), found=f"{num_bytes} bytes")
-        return parse_metadata(path.read_bytes(), file=str(path))
+        return parse_metadata(read_bounded(path, MAX_METADATA_BYTES), file=str(path))
     except (FileNotFoundError, NotADirectoryError):
         raise ObjectNotFound(
             "no metadata.json, so this is no delta",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from vllm_delta_snapshot.errors import CorruptFile
 from vllm_delta_snapshot.format.digest import STATE_DIGEST_ALGORITHM
@@ -20,8 +20,8 @@ from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["MAX_RUN_BYTES", "RunId", "RunInfo"]
 
-MAX_RUN_BYTES: Final = 512 << 20
-"""A reader refuses a larger run.json: a million tensors take about 100 MB."""
+MAX_RUN_BYTES: Final = 32 << 20
+"""A reader refuses a larger run.json: 300 000 tensors take about 30 MB."""
 
 RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 """A uuid in lower case."""
@@ -45,9 +45,9 @@ class RunInfo(WireModel):
     created_at: str
     tool: str
     digest_algorithm: Literal["summix64"] = STATE_DIGEST_ALGORITHM
-    encodings: tuple[str, ...]
+    encodings: Annotated[tuple[str, ...], FailFast()]
     base: BaseIdentity
-    tensors: tuple[SpecEntry, ...]
+    tensors: Annotated[tuple[SpecEntry, ...], FailFast()]
 
     @property
     def has_differences(self) -> bool:

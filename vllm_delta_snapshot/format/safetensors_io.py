@@ -23,6 +23,7 @@ import numpy as np
 
 from vllm_delta_snapshot.dtypes import Bits, dtype_of
 from vllm_delta_snapshot.errors import CorruptFile, LimitExceeded, ObjectNotFound, UnsupportedFormat
+from vllm_delta_snapshot.format.wire import unique_pairs
 from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["MAX_HEADER_BYTES", "MappedFile", "NamedBits", "file_chunks", "file_size"]
@@ -148,21 +149,12 @@ def _read_header(path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> dict[
     try:
         # Decoded here, since json.loads would also take UTF-16.
         text = data[_LENGTH.size : _LENGTH.size + length].tobytes().decode()
-        header = json.loads(text, object_pairs_hook=_unique)
+        header = json.loads(text, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
         raise CorruptFile("header is not valid JSON", file=str(path), found=error) from error
     if not isinstance(header, dict):
         raise CorruptFile("header is not a JSON object", file=str(path), found=type(header).__name__)
     return header
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name appears twice")
-    for name in result:
-        name.encode()  # JSON's escapes can spell half a character, which no other file could name
-    return result
 
 
 def _read_free_metadata(path: Path, header: dict[str, Any]) -> dict[str, str]:

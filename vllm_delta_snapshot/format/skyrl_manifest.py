@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, FailFast, Field
 
 from vllm_delta_snapshot.dtypes import dtype_of_torch_name
 from vllm_delta_snapshot.errors import (
@@ -29,6 +29,7 @@ from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.metadata import MAX_METADATA_BYTES
 from vllm_delta_snapshot.format.safetensors_io import MAX_DIMENSIONS
 from vllm_delta_snapshot.format.wire import Count, Name, WireModel
+from vllm_delta_snapshot.regular_file import read_bounded
 from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["MANIFEST_NAME", "SkyRLManifest", "SkyRLTensor", "delta_name", "delta_version", "explained", "read_manifest"]
@@ -87,10 +88,10 @@ class SkyRLManifest(WireModel):
 
     version: int = Field(ge=1, le=layout.MAX_VERSION)
     base_version: int = Field(ge=0, le=layout.MAX_VERSION)
-    tensors: tuple[SkyRLTensor, ...]
+    tensors: Annotated[tuple[SkyRLTensor, ...], FailFast()]
     total_uncompressed_num_bytes: Count
     total_compressed_num_bytes: Count
-    payload_files: tuple[str, ...]
+    payload_files: Annotated[tuple[str, ...], FailFast()]
 
 
 def delta_name(version: int) -> str:
@@ -154,12 +155,7 @@ def explained(file: Path, tensor: str | None = None) -> Iterator[None]:
 
 def _read(path: Path) -> bytes:
     try:
-        num_bytes = path.stat().st_size
-        if num_bytes > MAX_METADATA_BYTES:
-            raise LimitExceeded(
-                "manifest too large", expected=f"at most {MAX_METADATA_BYTES} bytes", found=f"{num_bytes} bytes"
-            )
-        return path.read_bytes()
+        return read_bounded(path, MAX_METADATA_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise ObjectNotFound(
             "no manifest.json, so this is no SkyRL delta, or one that was not committed",

@@ -12,7 +12,7 @@ from vllm_delta_snapshot.dtypes import dtype_of
 from vllm_delta_snapshot.errors import CorruptFile, LimitExceeded, UnsupportedFormat
 from vllm_delta_snapshot.types import TensorSpec
 
-__all__ = ["Count", "Digest64", "Digest128", "PublicationId", "SpecEntry", "WireModel", "parse_json"]
+__all__ = ["Count", "Digest64", "Digest128", "PublicationId", "SpecEntry", "WireModel", "parse_json", "unique_pairs"]
 
 Digest64 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 """A tensor or state digest: 16 hexadecimal digits."""
@@ -27,6 +27,10 @@ Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 _IDENTITY: Final = frozenset({"format", "format_version", "digest_algorithm"})
 """Fields that say what an object is and how to read it."""
+
+
+_DENSE_BYTES: Final = 1 << 20
+_BYTES_OF_VALUE: Final = 6
 
 
 class WireModel(BaseModel):
@@ -48,8 +52,17 @@ class WireModel(BaseModel):
 
         Raises:
             UnsupportedFormat: ``format`` or ``format_version`` is one this reader does not know.
-            CorruptFile: not JSON, or a field is missing, unknown or of a wrong type.
+            CorruptFile: not JSON, or a field is missing, unknown, of a wrong type or there twice.
+            LimitExceeded: more values than so many bytes should hold.
         """
+        found = cls.validated(data, file=file)
+        parse_json(data, file=file)  # the model takes the last of two fields with one name
+        return found
+
+    @classmethod
+    def validated(cls, data: bytes, *, file: str) -> Self:
+        """Parse what `parse_json` has accepted. See `from_json`."""
+        _check_density(data, file)
         try:
             # JSON mode: strict types, but arrays may fill tuples.
             found = cls.model_validate_json(data)
@@ -83,14 +96,42 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def _check_density(data: bytes, file: str) -> None:
+    """Refuse what would take far more memory than it has bytes: values of two or three bytes each, by the million."""
+    values = data.count(b",") if len(data) > _DENSE_BYTES else 0
+    if values > len(data) // _BYTES_OF_VALUE:
+        raise LimitExceeded(
+            "too many values",
+            file=file,
+            expected=f"at most {len(data) // _BYTES_OF_VALUE} in {len(data)} bytes",
+            found=values,
+        )
+
+
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dictionary of what `json` found in an object.
+
+    Raises:
+        ValueError: a name appears twice, or could be named in no other file.
+    """
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name appears twice")
+    for name in result:
+        name.encode()  # JSON's escapes can spell half a character
+    return result
+
+
 def parse_json(data: bytes, *, file: str) -> dict[str, Any]:
     """Parse bytes into a JSON object, before it is known which one.
 
     Raises:
-        CorruptFile: not a JSON object.
+        CorruptFile: not a JSON object, or a name appears twice in one.
+        LimitExceeded: more values than so many bytes should hold.
     """
+    _check_density(data, file)
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
         raise CorruptFile("not valid JSON", file=file, found=error) from error
     if not isinstance(value, dict):

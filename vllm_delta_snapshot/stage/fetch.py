@@ -7,6 +7,7 @@ again; what is wrong in the store is an error that names the file.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
@@ -26,6 +27,8 @@ from vllm_delta_snapshot.ordered import ordered_map, thread_pool
 from vllm_delta_snapshot.store import Store
 
 __all__ = ["fetch", "fetch_file", "is_intact"]
+
+logger = logging.getLogger(__name__)
 
 _HINT: Final = "Engines keep the version before; restore the file from a copy, and they go on by themselves."
 
@@ -86,6 +89,10 @@ def fetch_file(store: Store, key: str, entry: FileEntry, path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         found = _fetch_ranges(store, key, entry, temporary, where)
+        if found != entry.xxh3_128:
+            # What was damaged on its way is right the second time; what is damaged in the store is not.
+            logger.warning("fetching again, since its checksum is wrong: %s", where)
+            found = _fetch_ranges(store, key, entry, temporary, where)
         if found != entry.xxh3_128:
             raise CorruptFile(
                 "file has a wrong checksum", file=where, expected=f"xxh3-128 {entry.xxh3_128}", found=found, hint=_HINT

@@ -9,6 +9,7 @@ from vllm_delta_snapshot.errors import CompatibilityError
 from vllm_delta_snapshot.store.base import Store
 from vllm_delta_snapshot.store.config import StoreConfig
 from vllm_delta_snapshot.store.posix import PosixStore
+from vllm_delta_snapshot.store.secrets import refuse_credentials
 
 __all__ = ["Store", "StoreConfig", "open_store"]
 
@@ -25,8 +26,9 @@ def open_store(uri: str, *, single_writer: bool = False, config: StoreConfig | N
     Raises:
         CompatibilityError: no adapter for this kind of URI, or the library that it needs is not installed.
         CorruptFile: the configuration is wrong.
-        StoreError: the URI names no bucket, or there are no credentials.
+        StoreError: the URI names no bucket or holds credentials, or there are no credentials.
     """
+    refuse_credentials(uri, "sync_dir")
     parts = urlsplit(uri)
     if parts.scheme == "":
         return PosixStore(uri, single_writer=single_writer)

@@ -3,21 +3,35 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Final, TypeVar
 
 from vllm_delta_snapshot.errors import LimitExceeded, ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
 from vllm_delta_snapshot.store.config import StoreConfig
 from vllm_delta_snapshot.store.keys import Prefix
+from vllm_delta_snapshot.store.retry import again
 
 __all__ = ["BucketStore", "PastTheEnd"]
 
+T = TypeVar("T")
+
+_FIRST_PAUSE_S: Final = 0.5
 _RANGE_BYTES: Final = 8 << 20
 """Larger ranges gain nothing, and leave connections without work at the end of a small file."""
 
 
 class PastTheEnd(Exception):
     """A range begins at or after the end of an object: no error to the caller."""
+
+
+class _Broken(Exception):
+    """An answer began, and did not end as it should."""
+
+    def __init__(self, error: StoreUnavailable) -> None:
+        super().__init__()
+        self.error = error
 
 
 class BucketStore(ABC):
@@ -62,6 +76,29 @@ class BucketStore(ABC):
             raise LimitExceeded(
                 "object too large", file=self._where(key), expected=f"at most {max_bytes} bytes", found=size
             )
+
+    def _patiently(self, read: Callable[[], T]) -> T:
+        """Read, and again if an answer breaks off: the vendors' libraries try again only until an answer begins."""
+        try:
+            return again(read, attempts=self._config.attempts, first_s=_FIRST_PAUSE_S, may_pass=_Broken)
+        except _Broken as broken:
+            raise broken.error from broken.error.__cause__
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _answering() -> Iterator[None]:
+        """Surround what reads the body of an answer, inside of `_patiently`."""
+        try:
+            yield
+        except StoreUnavailable as error:
+            raise _Broken(error) from error
+
+    def _confirm_lost(self, key: str, num_bytes: int, error: StoreError) -> None:
+        """Tell a lost answer to an upload from one that failed: after the first, the object is there and whole."""
+        try:
+            self._check_written(key, num_bytes)
+        except StoreError:
+            raise StoreUnavailable("an upload was cut off", file=self._where(key), found=error.what) from error
 
     def _check_length(self, key: str, expected: int, found: int) -> None:
         if found != expected:

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_delta_snapshot.errors import CorruptFile
+from vllm_delta_snapshot.store.secrets import refuse_credentials
 
 __all__ = ["StoreConfig"]
 
@@ -42,7 +43,7 @@ class StoreConfig(BaseModel):
             `endpoint_url`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     endpoint_url: str | None = None
     region: str | None = None
@@ -64,6 +65,7 @@ class StoreConfig(BaseModel):
 
         Raises:
             CorruptFile: a field or the file is wrong; names it and where it was set.
+            StoreError: the endpoint's URL holds credentials.
         """
         path = os.environ.get(_FILE)
         fields = {} if path is None else _read(Path(path))
@@ -73,6 +75,8 @@ class StoreConfig(BaseModel):
             if _PREFIX + name.upper() in os.environ
         }
         fields |= {name: value for name, value in given.items() if value is not None}
+        if isinstance(fields.get("endpoint_url"), str):
+            refuse_credentials(fields["endpoint_url"], "endpoint_url")
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -82,9 +86,14 @@ class StoreConfig(BaseModel):
                 f"store configuration: {name}: {first['msg']}",
                 file=path,
                 expected=" ".join(sorted(cls.model_fields)) if first["type"] == "extra_forbidden" else None,
-                found=repr(first["input"]),
+                found=None if _may_be_secret(name) else repr(first["input"])[:200],
                 hint=f"It is set by an argument, by {_PREFIX}{name.upper()}, or in the file that {_FILE} names.",
             ) from error
+
+
+def _may_be_secret(name: str) -> bool:
+    """Say whether a value may be one that no message shows: an address, or a field that is none of ours."""
+    return name == "endpoint_url" or name not in StoreConfig.model_fields
 
 
 def _read(path: Path) -> dict[str, Any]:

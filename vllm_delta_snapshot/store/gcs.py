@@ -91,7 +91,7 @@ class GcsStore(BucketStore):
                     self._composer.put(name, chain((first, second), parts))
                 else:
                     self._put_in_one(name, _Stream(chain((first, second), parts)), None)
-        except ObjectExists:
+        except (ObjectExists, ObjectNotFound):
             # It was not there before, and only this writer knows the name: most likely a reply was lost.
             if not self._is_as_written(key, checksum):
                 raise

@@ -12,28 +12,33 @@ import contextlib
 import errno
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from vllm_delta_snapshot.errors import (
     ExclusiveCreateUnsupported,
-    LimitExceeded,
     ObjectExists,
     ObjectNotFound,
     StoreError,
     StoreUnavailable,
 )
+from vllm_delta_snapshot.regular_file import opened, read_bounded
 from vllm_delta_snapshot.store.keys import check_key
 from vllm_delta_snapshot.store.probe import probe_exclusive_create
+from vllm_delta_snapshot.store.retry import again
 
 __all__ = ["PosixStore"]
+
+T = TypeVar("T")
 
 _NO_HARD_LINKS: Final = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 # What an NFS client says while a file is replaced or a server restarts.
 _MAY_PASS: Final = {errno.ESTALE, errno.EBADF, errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR}
 _ABSENT: Final = {errno.ENOENT, errno.ENOTDIR}
 _TEMPORARY: Final = ".tmp-"
+_ATTEMPTS: Final = 5
+_FIRST_PAUSE_S: Final = 0.05
 
 
 class PosixStore:
@@ -81,40 +86,32 @@ class PosixStore:
     def read(self, key: str, *, max_bytes: int) -> bytes:
         """See `Store.read`."""
         path = self._path(key)
-        with _reported(path), path.open("rb") as file:
-            data = file.read(max_bytes + 1)
-        if len(data) > max_bytes:
-            raise LimitExceeded("object too large", file=str(path), expected=f"at most {max_bytes} bytes")
-        return data
+        return _patiently(path, lambda: read_bounded(path, max_bytes))
 
     def size(self, key: str) -> int:
         """See `Store.size`."""
         path = self._path(key)
-        with _reported(path):
-            return path.stat().st_size
+        return _patiently(path, lambda: path.stat().st_size)
 
     def read_range(self, key: str, offset: int, into: memoryview) -> int:
         """See `Store.read_range`."""
         path = self._path(key)
-        with _reported(path):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                done = 0
-                while done < len(into):
-                    count = os.preadv(descriptor, [into[done:]], offset + done)
-                    if count == 0:
-                        break
+
+        def once() -> int:
+            done = 0
+            with opened(path) as descriptor:
+                while done < len(into) and (count := os.preadv(descriptor, [into[done:]], offset + done)):
                     done += count
-                return done
-            finally:
-                os.close(descriptor)
+            return done
+
+        return _patiently(path, once)
 
     def list(self, folder: str) -> list[str]:
         """See `Store.list`."""
         path = self._path(folder) if folder else self.root
         try:
-            with _reported(path):
-                return sorted(name for name in os.listdir(path) if not name.startswith(_TEMPORARY))
+            names = _patiently(path, lambda: os.listdir(path))
+            return sorted(name for name in names if not name.startswith(_TEMPORARY))
         except ObjectNotFound:
             return []
 
@@ -156,6 +153,8 @@ class PosixStore:
         try:
             os.link(temporary, path)
         except OSError as error:
+            if error.errno in _ABSENT:  # yet both folder and file were just made: nobody knows what happened
+                raise StoreUnavailable("cannot tell whether an object was created", file=str(path)) from error
             if error.errno not in _NO_HARD_LINKS:
                 raise
             if not self._single_writer:
@@ -195,6 +194,32 @@ def _sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _patiently(path: Path, read: Callable[[], T]) -> T:
+    """Read, and again while the file system says what may pass, or denies a name that its own folder lists.
+
+    An NFS client that has once looked for a name in vain believes that for up to half a minute; listing the folder
+    tells it better.
+    """
+
+    def once() -> T:
+        try:
+            with _reported(path):
+                return read()
+        except ObjectNotFound as error:
+            if _is_listed(path):
+                raise StoreUnavailable("a file is listed and cannot be opened", file=str(path)) from error
+            raise
+
+    return again(once, attempts=_ATTEMPTS, first_s=_FIRST_PAUSE_S)
+
+
+def _is_listed(path: Path) -> bool:
+    try:
+        return path.name in os.listdir(path.parent)
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

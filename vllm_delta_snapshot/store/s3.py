@@ -8,14 +8,16 @@ whoever asked for them.
 
 from __future__ import annotations
 
+import base64
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from itertools import chain
 from typing import Any
 
-from vllm_delta_snapshot.errors import ObjectNotFound
+from vllm_delta_snapshot.errors import ObjectNotFound, StoreUnavailable
 from vllm_delta_snapshot.ordered import ordered_map
 from vllm_delta_snapshot.store.bucket import BucketStore, PastTheEnd
 from vllm_delta_snapshot.store.config import StoreConfig
@@ -51,8 +53,10 @@ class S3Store(BucketStore):
         if self._single_writer:
             self._refuse_taken(key)
         condition = {} if self._single_writer else {"IfNoneMatch": "*"}
+        # A store that knows no newer checksum knows this one, and refuses a body that was cut off on its way.
+        digest = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
         with self._reported(key):
-            self._client.put_object(Bucket=self._bucket, Key=name, Body=data, **condition)
+            self._client.put_object(Bucket=self._bucket, Key=name, Body=data, ContentMD5=digest, **condition)
 
     def put(self, key: str, chunks: Iterable[memoryview]) -> int:
         """See `Store.put`. Memory: `part_bytes` times `concurrency`."""
@@ -72,14 +76,19 @@ class S3Store(BucketStore):
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
         """See `Store.read`."""
-        with self._reported(key):
-            answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix.of(key))
-            with contextlib.closing(answer["Body"]) as body:
+        name = self._prefix.of(key)
+
+        def once() -> bytes:
+            with self._reported(key):
+                answer = self._client.get_object(Bucket=self._bucket, Key=name)
+            with contextlib.closing(answer["Body"]) as body, self._answering(), self._reported(key):
                 size = int(answer["ContentLength"])
                 self._check_limit(key, size, max_bytes)
                 data = bytes(body.read())
-        self._check_length(key, size, len(data))
-        return data
+                self._check_length(key, size, len(data))
+                return data
+
+        return self._patiently(once)
 
     def size(self, key: str) -> int:
         """See `Store.size`."""
@@ -88,15 +97,19 @@ class S3Store(BucketStore):
 
     def read_range(self, key: str, offset: int, into: memoryview) -> int:
         """See `Store.read_range`."""
+        name = self._prefix.of(key)
         if not len(into):
-            self._prefix.of(key)
             return 0
         wanted = f"bytes={offset}-{offset + len(into) - 1}"
-        try:
+
+        def once() -> int:
             with self._reported(key):
-                answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix.of(key), Range=wanted)
-                with contextlib.closing(answer["Body"]) as body:
-                    return self._read_into(key, answer, body, offset, into)
+                answer = self._client.get_object(Bucket=self._bucket, Key=name, Range=wanted)
+            with contextlib.closing(answer["Body"]) as body, self._answering(), self._reported(key):
+                return self._read_into(key, answer, body, offset, into)
+
+        try:
+            return self._patiently(once)
         except PastTheEnd:
             return 0
 
@@ -155,17 +168,23 @@ class S3Store(BucketStore):
                         ahead=self._config.concurrency,
                     )
                 )
-                self._client.complete_multipart_upload(
-                    Bucket=self._bucket,
-                    Key=name,
-                    UploadId=upload,
-                    MultipartUpload={"Parts": [part for part, _ in sent]},
-                )
+            self._complete(key, name, upload, sent)
         except BaseException:
             with contextlib.suppress(Exception):  # `sweep` does it another time
                 self._abort(name, upload)
             raise
         return sum(size for _, size in sent)
+
+    def _complete(self, key: str, name: str, upload: str, sent: Sequence[tuple[dict[str, Any], int]]) -> None:
+        parts = [part for part, _ in sent]
+        try:
+            with self._reported(key):
+                self._client.complete_multipart_upload(
+                    Bucket=self._bucket, Key=name, UploadId=upload, MultipartUpload={"Parts": parts}
+                )
+        except StoreUnavailable as error:
+            # Where the answer was lost, the second try finds no such upload: it is an object by now.
+            self._confirm_lost(key, sum(size for _, size in sent), error)
 
     def _put_part(self, name: str, upload: str, number: int, data: bytes) -> tuple[dict[str, Any], int]:
         answer = self._client.upload_part(Bucket=self._bucket, Key=name, UploadId=upload, PartNumber=number, Body=data)

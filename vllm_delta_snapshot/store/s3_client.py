@@ -24,6 +24,7 @@ _MAY_PASS: Final = frozenset(
     {"SlowDown", "RequestTimeout", "RequestTimeTooSkewed", "InternalError", "ServiceUnavailable", "Throttling"}
     | {"ThrottlingException", "ConditionalRequestConflict", "OperationAborted", "NoSuchUpload"}
 )
+_FULL: Final = frozenset({"XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "EntityTooLarge"})
 _DENIED: Final = frozenset(
     {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "403", "401"}
 )
@@ -108,6 +109,9 @@ def _of_answer(error: Any, where: str, bucket: str) -> Exception:
         return PastTheEnd()
     if code in ("PreconditionFailed", "412") or status == 412:
         return ObjectExists("object exists", file=where)
+    if code in _FULL or status == 507:
+        hint = "Free space there, or prune old versions; nothing of this version was published."
+        return StoreError("S3 has no room", file=where, found=said or f"status {status}", hint=hint)
     if code in _DENIED or status in (401, 403):
         hint = "Look at the credentials and the bucket's policy: see docs/stores.md."
         return StoreError("S3 refuses", file=where, found=said, hint=hint)
