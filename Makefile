@@ -22,12 +22,12 @@ STAMPS := $(VENV)/.stamps
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
 
-setup: $(STAMPS)/engine $(STAMPS)/demo  ## Make .venv with everything, the CPU engine included
+setup: $(STAMPS)/engine $(STAMPS)/adapters $(STAMPS)/demo  ## Make .venv with everything, the CPU engine included
 
 demo: $(STAMPS)/engine $(STAMPS)/demo  ## Train a real model while a real vLLM engine takes each step's delta (about 6 minutes)
 	$(BIN)/python -m examples.grpo_arithmetic
 
-test: $(STAMPS)/engine  ## All tests, on real vLLM engines and object stores (about 29 minutes on 2 cores)
+test: $(STAMPS)/engine $(STAMPS)/adapters  ## All tests, on real vLLM engines and object stores (about 29 minutes on 2 cores)
 	$(BIN)/python -m pytest tests -m "not vllm" -n $(WORKERS) --dist loadfile
 	$(BIN)/python -m pytest tests/vllm
 
@@ -35,7 +35,7 @@ test-fast: $(STAMPS)/base  ## The tests that need no vLLM (about 4 minutes on 2 
 	$(BIN)/python -m pytest tests -m "not vllm and not servers" -n $(WORKERS) --dist loadfile
 
 test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION=0.31.0 (makes a .venv-vllm-... of its own)
-	$(MAKE) VENV=$(OTHER) $(OTHER)/.stamps/vllm-$(VERSION)
+	$(MAKE) VENV=$(OTHER) $(OTHER)/.stamps/vllm-$(VERSION) $(OTHER)/.stamps/adapters
 	$(OTHER)/bin/python -m pytest tests/vllm
 
 lint: $(STAMPS)/base  ## ruff: rules and format
@@ -101,6 +101,10 @@ $(STAMPS)/base: requirements/base.txt requirements/stores.txt requirements/engin
 
 $(STAMPS)/engine: requirements/engine-cpu.txt $(STAMPS)/base
 	$(PIP) install -q --no-deps -r requirements/engine-cpu.txt
+	@touch $@
+
+$(STAMPS)/adapters: requirements/adapters.txt $(STAMPS)/base
+	$(PIP) install -q --no-deps -r requirements/adapters.txt
 	@touch $@
 
 $(STAMPS)/vllm-$(VERSION): requirements/engine-cpu.txt $(STAMPS)/base

@@ -22,7 +22,7 @@ TEXTS = [f"{a} + {b} = {a + b}" for a in range(8) for b in range(8)]
 
 def main(argv: Sequence[str] | None = None) -> Trainer:
     """Train, and return the trainer."""
-    options = parse(__doc__, argv, steps=20, lr=1e-5)
+    options = parse(__doc__, argv, steps=20, lr=1e-5, every=1)
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     examples = [tokenizer(text)["input_ids"][:5] for text in TEXTS]

@@ -10,14 +10,19 @@ SkyRL 0.3 had a sender interface of its own; there is no adapter for it.
 
 from __future__ import annotations
 
+from typing import Any
+
 from skyrl.backends.skyrl_train import weight_sync
 from skyrl.backends.skyrl_train.weight_sync.weight_senders import SkyrlTrainerCapabilities
-from vllm.distributed.weight_transfer.base import TrainerInitInfo
-from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from vllm.plugins import load_general_plugins
 
 from trainer_hooks.integrations.handshake import ClientFleet
-from trainer_hooks.integrations.vllm import BACKEND, DeltaSnapshotTrainerEngine, DeltaSnapshotTrainerInitInfo
+from trainer_hooks.integrations.vllm import (
+    BACKEND,
+    DeltaSnapshotTrainerEngine,
+    DeltaSnapshotTrainerInitInfo,
+    load_general_plugins,
+    register,
+)
 from vllm_delta_snapshot.errors import SourceError
 
 __all__ = ["SkyrlDeltaSnapshotEngine", "use_delta_snapshot"]
@@ -32,7 +37,7 @@ class SkyrlDeltaSnapshotEngine(SkyrlTrainerCapabilities, DeltaSnapshotTrainerEng
     skyrl_handles_prefix_cache_reset = True
 
     @classmethod
-    def translate(cls, init_info: TrainerInitInfo) -> DeltaSnapshotTrainerInitInfo:
+    def translate(cls, init_info: Any) -> DeltaSnapshotTrainerInitInfo:
         """Return SkyRL's `DeltaTrainerInitInfo` as ours. Its local folders and loaders are not needed."""
         return DeltaSnapshotTrainerInitInfo(
             sync_dir=init_info.sync_dir, base=init_info.base_model_path, rank=init_info.rank
@@ -59,5 +64,4 @@ def use_delta_snapshot() -> None:
     """Have this process's SkyRL use the `delta_snapshot` backend where it is told to use "delta". May be repeated."""
     load_general_plugins()  # the driver checks that vLLM knows the servers' backend
     weight_sync._VLLM_RECEIVE_BACKENDS[_SKYRL_NAME] = BACKEND
-    WeightTransferTrainerFactory._registry.pop(_SKYRL_NAME, None)
-    WeightTransferTrainerFactory.register_engine(_SKYRL_NAME, SkyrlDeltaSnapshotEngine)
+    register(_SKYRL_NAME, SkyrlDeltaSnapshotEngine)

@@ -4,6 +4,7 @@
 ::
 
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.plugins import load_general_plugins
 
     info = DeltaSnapshotTrainerInitInfo(sync_dir="/shared/run-1", base="/models/base", rank=rank)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=DeltaSync([url]), source=ModuleSource(model))
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo, TrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.plugins import load_general_plugins
 
 from trainer_hooks.integrations.handshake import ClientFleet, WeightSyncClient
 from trainer_hooks.integrations.rounds import FleetResult, Rounds
@@ -32,7 +34,7 @@ from trainer_hooks.source import SourceItem
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.types import TensorSpec
 
-__all__ = ["DeltaSnapshotTrainerEngine", "DeltaSnapshotTrainerInitInfo", "register"]
+__all__ = ["DeltaSnapshotTrainerEngine", "DeltaSnapshotTrainerInitInfo", "load_general_plugins", "register"]
 
 BACKEND = "delta_snapshot"
 
@@ -209,10 +211,10 @@ def _module_of(source: Any) -> nn.Module | None:
     return None
 
 
-def register() -> None:
-    """Register the engine with vLLM. Importing this module does it; nothing happens the second time."""
-    if BACKEND not in WeightTransferTrainerFactory._registry:
-        WeightTransferTrainerFactory.register_engine(BACKEND, DeltaSnapshotTrainerEngine)
+def register(name: str = BACKEND, engine: type[DeltaSnapshotTrainerEngine] = DeltaSnapshotTrainerEngine) -> None:
+    """Register a trainer engine with vLLM, in the place of what has its name. Importing this module registers ours."""
+    WeightTransferTrainerFactory._registry.pop(name, None)
+    WeightTransferTrainerFactory.register_engine(name, engine)
 
 
 register()
