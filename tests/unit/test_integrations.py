@@ -24,6 +24,7 @@ from vllm_delta_snapshot.errors import (
     StageError,
     WeightsUncertain,
 )
+from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 
@@ -154,7 +155,7 @@ def test_engines_that_do_not_answer_are_an_error_or_a_warning(tmp_path: Path, st
     fleet = DeltaSync([stub.url], connect_timeout_s=0.2, retries=0)
     trainer, rounds = rounds_of(tmp_path, fleet=fleet)
     trainer.step(1)
-    with pytest.raises(ApplyError, match="1 of 1 servers do not serve version 1"):
+    with pytest.raises(ApplyError, match="1 of 1 servers do not serve version 1"), rounds:
         rounds.publish()
     lenient = Rounds(
         trainer, sync_dir=str(tmp_path / "run"), base=tmp_path / "base", is_first=True, fleet=fleet, strict=False
@@ -162,6 +163,7 @@ def test_engines_that_do_not_answer_are_an_error_or_a_warning(tmp_path: Path, st
     publication = lenient.publish(step=2)
     assert publication is not None
     assert publication.wait().version == lenient.version == 2
+    lenient.close()
 
 
 def test_samplers_in_follow_mode_are_waited_for(tmp_path: Path) -> None:
@@ -173,6 +175,7 @@ def test_samplers_in_follow_mode_are_waited_for(tmp_path: Path) -> None:
     Acknowledger(store, rounds.publisher.run_id, "one").write(2, pause_s=0.0)
     assert rounds.publish() is not None
     assert rounds.version == 2
+    rounds.close()
 
 
 def test_model_with_adapters_is_refused() -> None:
@@ -188,3 +191,15 @@ def test_sharded_models_are_told_from_whole_ones() -> None:
     assert not is_sharded({"a": model.weight})
     model.weight.ds_shape = (2, 2)  # as ZeRO-3 leaves it
     assert is_sharded(model)
+
+
+def test_round_that_was_skipped_is_published_at_the_end(tmp_path: Path) -> None:
+    trainer, rounds = rounds_of(tmp_path, when_busy="merge")
+    with rounds:
+        for number in range(1, 20):
+            trainer.step(number)
+            rounds.publish(step=number)
+    rounds.close()
+    run = RunFolder(open_store(str(tmp_path / "run")))
+    newest = run.versions()[-1]
+    assert run.read_metadata(run.read_version(newest)).step == 19

@@ -105,7 +105,11 @@ class AcceleratePublisher:
         return self._rounds.publish(step=self._steps, metrics=metrics)
 
     def close(self) -> None:
-        """Wait for what is still being written, and let go of the run. May be repeated."""
+        """End with the last weights of `step` published, and let go of the run. Blocks. May be repeated.
+
+        Raises:
+            DeltaSnapshotError: they could not be published.
+        """
         self._rounds.close()
 
     def __enter__(self) -> Self:
@@ -114,4 +118,4 @@ class AcceleratePublisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._rounds.__exit__(kind, error, trace)

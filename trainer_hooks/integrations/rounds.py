@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from torch import nn
 
@@ -109,11 +110,21 @@ class Rounds:
         return publication
 
     def close(self) -> None:
-        """Wait for what is still being written, and let go of the run. May be repeated."""
-        # A publisher that writes behind the step has to be waited for; one that does not has no such method.
-        close = getattr(self.publisher, "close", None)
-        if close is not None:
-            close()
+        """End with the last weights published, and let go of the run. Blocks. May be repeated.
+
+        Raises:
+            DeltaSnapshotError: they could not be published (see `DeltaPublisher.close`).
+        """
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.publisher is not None:
+            self.publisher.__exit__(kind, error, trace)
 
     def _bring_engines(self, publisher: DeltaPublisher) -> None:
         if self._samplers:
