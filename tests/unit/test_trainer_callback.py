@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import make_model, train_step
 from tests.support.tiny_tokenizer import save_tokenizer
 from trainer_hooks.integrations.transformers import DeltaSnapshotCallback
 from vllm_delta_snapshot.run_folder import RunFolder
@@ -44,6 +45,24 @@ def test_two_ranks_of_ddp_publish_once(tmp_path: Path) -> None:
         "step 3, version 2",
         "step 3, version None",
     ]
+
+
+def test_resumed_trainer_publishes_what_it_loaded_and_the_best_model_at_the_end(tmp_path: Path) -> None:
+    base, sync_dir = tmp_path / "base", tmp_path / "run"
+    model = make_model("qwen3", base)
+    callback = DeltaSnapshotCallback(sync_dir=str(sync_dir), base=base, every=3)
+    args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to="none")
+    state, control = TrainerState(global_step=4), TrainerControl()
+    callback.on_train_begin(args, state, control, model=model)
+    for state.global_step in (5, 6):
+        train_step(model, state.global_step)
+        callback.on_step_end(args, state, control, model=model)
+    train_step(model, 7)
+    args.load_best_model_at_end = True  # which was put into the model after the last step was published
+    callback.on_train_end(args, state, control, model=model)
+    assert steps_of(sync_dir) == [4, 6, 6]
+    assert callback.publication is not None
+    assert callback.publication.wait().changed_elements > 0
 
 
 @pytest.mark.parametrize("every", [0, -1])
