@@ -41,7 +41,7 @@ test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION
 	$(OTHER)/bin/python -m pytest tests/vllm
 
 test-skyrl:  ## The integrations with SkyRL 0.4, which needs Python 3.12 (makes a .venv-skyrl of its own)
-	$(MAKE) VENV=.venv-skyrl PYTHON=$(PYTHON312) .venv-skyrl/.stamps/engine .venv-skyrl/.stamps/skyrl
+	$(MAKE) VENV=.venv-skyrl PYTHON=$(PYTHON312) .venv-skyrl/.stamps/skyrl
 	.venv-skyrl/bin/python -m pytest tests/vllm/test_integrations.py -k "skyrl or vllms"
 
 lint: $(STAMPS)/base  ## ruff: rules and format
@@ -113,8 +113,9 @@ $(STAMPS)/adapters: requirements/adapters.txt $(STAMPS)/base
 	$(PIP) install -q --no-deps -r requirements/adapters.txt
 	@touch $@
 
-$(STAMPS)/skyrl: requirements/skyrl.txt $(STAMPS)/adapters
-	$(PIP) install -q --no-deps -r requirements/skyrl.txt
+$(STAMPS)/skyrl: requirements/skyrl.txt requirements/adapters.txt requirements/engine-cpu.txt $(STAMPS)/torch
+	$(PIP) install -q --no-deps -r requirements/engine-cpu.txt -r requirements/adapters.txt -r requirements/skyrl.txt
+	$(PIP) install -q --no-deps -e .
 	@touch $@
 
 $(STAMPS)/vllm-$(VERSION): requirements/engine-cpu.txt $(STAMPS)/base
