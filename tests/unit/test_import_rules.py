@@ -123,6 +123,19 @@ def test_ring_imports_nothing_further_out(who: str, forbidden: tuple[str, ...]):
     assert listed(wrong) == []
 
 
+def test_adapters_share_only_what_is_for_all_of_them():
+    inner = {"rounds", "handshake"}
+    apart = {"skyrl": {"vllm"}}  # SkyRL takes its engines from vLLM's factory
+    wrong = [
+        f
+        for f in ALL
+        if inside(f.module, "trainer_hooks.integrations")
+        and inside(f.target, "trainer_hooks.integrations")
+        and f.target.split(".")[2] not in inner | apart.get(f.module.split(".")[-1], set())
+    ]
+    assert listed(wrong) == []
+
+
 def test_our_side_never_imports_the_trainers():
     wrong = [f for f in ALL if inside(f.module, OURS) and inside(f.target, "trainer_hooks")]
     assert listed(wrong) == []
@@ -142,10 +155,14 @@ def test_compiler_is_imported_only_when_it_is_asked_for():
 
 @pytest.mark.parametrize(
     "library",
-    ["transformers", "matplotlib", "typer", "rich", "boto3", "google", "prometheus_client", "tensorboard", "wandb"],
+    [
+        *("transformers", "accelerate", "trl", "skyrl", "datasets", "tensorboard", "wandb"),
+        *("matplotlib", "typer", "rich", "boto3", "google", "prometheus_client"),
+    ],
 )
 def test_optional_library_is_imported_only_where_it_is_needed(library: str):
     homes = {"typer": f"{OURS}.cli", "rich": f"{OURS}.cli", "matplotlib": f"{OURS}.report.figures"}
+    homes |= {name: f"trainer_hooks.integrations.{name}" for name in ("transformers", "accelerate", "trl", "skyrl")}
     wrong = [
         f
         for f in ALL
@@ -167,7 +184,7 @@ STAGES = {
         for path in sorted((ROOT / OURS / folder).rglob("*.py"))
         if path.name != "__main__.py"
     ),
-    "trainer": "trainer_hooks",
+    "trainer": "trainer_hooks, trainer_hooks.integrations.rounds, trainer_hooks.integrations.handshake",
 }
 
 
@@ -191,5 +208,5 @@ def test_import_of_the_receiving_side_without_engine_loads_no_vllm(loaded: dict[
 
 
 def test_import_of_the_trainers_package_loads_no_vllm(loaded: dict[str, set[str]]):
-    assert loaded["trainer"] & {"vllm", "transformers", "typer", "matplotlib", "numba"} == set()
+    assert loaded["trainer"] & {"vllm", "transformers", "accelerate", "typer", "matplotlib", "numba"} == set()
     assert "torch" in loaded["trainer"]
