@@ -208,12 +208,16 @@ def test_pauses_between_attempts_are_drawn_by_chance(life: Life):
 def test_upload_in_parts_survives_lost_answers_and_cut_connections(life: Life, record_property: Record):
     store = open_store(life.run.uri, config=StoreConfig.load(part_bytes=5 << 20, concurrency=2, read_timeout_s=10))
     data = random.Random(0).randbytes(5_500_000)
-    is_s3 = life.proxy.server.scheme == "s3"
-    part = r"^PUT .*(partNumber=2|upload_id=)"
-    begin = r"^POST .*[?&](uploads|uploadType=resumable)"
-    cases = [(Fault(Harm.CUT_REQUEST, part),), (refused(begin), refused(part))]
-    if is_s3:  # the fake GCS appends a part again that is sent again
-        cases += [(Fault(Harm.LOSE_REPLY, r"^POST .*uploadId="),), (Fault(Harm.LOSE_REPLY, part),)]
+    if life.proxy.server.scheme == "s3":
+        begin, part, end = r"^POST .*[?&]uploads", r"^PUT .*partNumber=2", r"^POST .*uploadId="
+    else:
+        begin, part, end = r"^POST [^\0]*tmp-parts/", r"^POST [^\0]*tmp-parts/[^\0]*1\"", r"^POST .*/compose"
+    cases = [
+        (Fault(Harm.CUT_REQUEST, part),),
+        (refused(begin), refused(part)),
+        (Fault(Harm.LOSE_REPLY, part),),
+        (Fault(Harm.LOSE_REPLY, end),),
+    ]
     for number, faults in enumerate(cases):
         life.proxy.inject(*faults)
         assert store.put(f"large/{number}", [memoryview(data)]) == len(data)

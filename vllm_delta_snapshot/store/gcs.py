@@ -117,11 +117,27 @@ class GcsStore(BucketStore):
         """See `Store.read`."""
         size = self.size(key)
         self._check_limit(key, size, max_bytes)
+
+        def once() -> bytes:
+            data = self._download(key)
+            with self._answering():
+                self._check_length(key, size, len(data))
+            return data
+
+        return self._patiently(once)
+
+    def _download(self, key: str) -> bytes:
+        """Download an object; the library itself tries again where an answer breaks off."""
+        from google.cloud.storage.exceptions import DataCorruption
+
+        blob = self._bucket.blob(self._prefix.of(key))
+        options = {"raw_download": True, "timeout": self._timeouts, "retry": self._retry}
         with self._reported(key):
-            blob = self._bucket.blob(self._prefix.of(key))
-            data = bytes(blob.download_as_bytes(raw_download=True, timeout=self._timeouts, retry=self._retry))
-        self._check_length(key, size, len(data))
-        return data
+            try:
+                return bytes(blob.download_as_bytes(**options))
+            except DataCorruption:
+                # What is wrong on its way is right the second time, what is wrong in the bucket is not.
+                return bytes(blob.download_as_bytes(**options))
 
     def size(self, key: str) -> int:
         """See `Store.size`."""
@@ -135,8 +151,9 @@ class GcsStore(BucketStore):
         blob = self._bucket.blob(self._prefix.of(key))
         if not len(into):
             return 0
-        sink = _Sink(into.cast("B"))
-        try:
+
+        def once() -> int:
+            sink = _Sink(into.cast("B"))
             with self._reported(key):
                 blob.download_to_file(
                     sink,
@@ -148,11 +165,16 @@ class GcsStore(BucketStore):
                     retry=self._retry,
                     **self._whole,
                 )
+            if sink.num_bytes < len(into):
+                expected = min(len(into), max(0, self.size(key) - offset))
+                with self._answering():
+                    self._check_length(key, expected, sink.num_bytes)
+            return min(sink.num_bytes, len(into))
+
+        try:
+            return self._patiently(once)
         except PastTheEnd:
             return 0
-        if sink.num_bytes < len(into):
-            self._check_length(key, min(len(into), max(0, self.size(key) - offset)), sink.num_bytes)
-        return min(sink.num_bytes, len(into))
 
     def list(self, folder: str) -> list[str]:
         """See `Store.list`."""

@@ -99,7 +99,7 @@ def reported(where: str, bucket: str, bucket_exists: Callable[[], bool]) -> Iter
             raise
         raise StoreUnavailable("GCS does not answer", file=where, found=_brief(error)) from error
     except api.GoogleAPICallError as error:
-        raise StoreError("GCS refuses", file=where, found=_brief(error)) from error
+        raise StoreError("GCS refuses", file=where, found=_brief(error), hint="See docs/stores.md.") from error
     except Exception as error:
         if type(error).__module__.startswith(("google.resumable_media", "google.cloud.storage")):
             raise StoreUnavailable("an answer of GCS is wrong", file=where, found=_brief(error)) from error
