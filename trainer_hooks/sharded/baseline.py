@@ -89,6 +89,11 @@ class ShardBaseline:
         """How many elements this rank publishes."""
         return sum(held.bits.size for held in self)
 
+    def reload(self, checkpoint: Checkpoint) -> None:
+        """Take all elements from a checkpoint instead, in place."""
+        for held in self:
+            held.bits[...] = _read(checkpoint, held.segment)
+
     def digest(self) -> int:
         """Return the part that the elements have in the state digest. Reads all of them."""
         return add_digests(*(held.digest() for held in self))

@@ -22,7 +22,7 @@ from vllm_delta_snapshot.format.digest import add_digests, format_digest
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.replay import opened_start, plan_run, streamed_version
 
-__all__ = ["Opened", "open_sharded", "rebuild"]
+__all__ = ["Opened", "bring", "open_sharded"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,9 +77,8 @@ def open_sharded(
     newest = found["newest"]
 
     def replay() -> JSON:
-        nonlocal baseline
         if newest:
-            baseline = rebuild(folder, base, owned, newest)
+            bring(baseline, folder, base, newest)
             return {"digest": baseline.digest(), "state_digest": folder.read_version(newest).state_digest}
         return {"digest": baseline.digest(), "state_digest": folder.read_run().base.state_digest}
 
@@ -87,19 +86,20 @@ def open_sharded(
     return Opened(found["run_id"], found["policy"], newest, digest, owned, baseline)
 
 
-def rebuild(folder: RunFolder, base: Checkpoint, owned: Mapping[int, Shard], version: int) -> ShardBaseline:
-    """Return the baseline of one rank at a version, from the base or an anchor and the chain. Not collective; blocks.
+def bring(baseline: ShardBaseline, folder: RunFolder, base: Checkpoint, version: int) -> None:
+    """Make a rank's baseline what it is at a version, whatever it is now. Not collective; blocks.
+
+    In place: from the base or an anchor, and the chain, a few blocks at a time in memory.
 
     Raises:
         BrokenChain, CorruptFile, StoreUnavailable: the run cannot be read.
     """
     plan = plan_run(folder, version, start=(0, folder.read_run().base.state_digest))
     with opened_start(folder, plan, base) as start:
-        baseline = ShardBaseline(start, owned)
+        baseline.reload(start)
     for record in plan.chain.steps:
         with streamed_version(folder, record, base.specs) as changes:
             baseline.advance(changes)
-    return baseline
 
 
 def _read_base(ranks: Ranks, base: Checkpoint, owned: Mapping[int, Shard]) -> tuple[ShardBaseline, str]:

@@ -25,7 +25,7 @@ from trainer_hooks.publication import Fleet, Publication, PublishReport, R, note
 from trainer_hooks.publish import commit, is_committed
 from trainer_hooks.sharded.differ import ShardDiffer, ShardFingerprints
 from trainer_hooks.sharded.module import ShardedModuleSource
-from trainer_hooks.sharded.opening import open_sharded, rebuild
+from trainer_hooks.sharded.opening import bring, open_sharded
 from trainer_hooks.sharded.ranks import JSON, Ranks
 from trainer_hooks.sharded.source import PartialSource, ShardSource
 from trainer_hooks.sharded.writing import digested, write_rank, write_table
@@ -179,7 +179,7 @@ class ShardedPublisher:
         found = PublishReport(**report, total_s=seconds, blocked_s=seconds)
         if self._ranks.rank == 0:
             found.log()
-        return Publication(found)
+        return Publication(found.version, found)
 
     def sync(
         self, fleet: Fleet[R] | None, *, step: int | None = None, metrics: Mapping[str, float] | None = None
@@ -219,7 +219,7 @@ class ShardedPublisher:
         """Make this rank's baseline whole again if moving it was interrupted, and say where it is."""
         if self._is_moving:
             logger.warning("a publication was interrupted after its commit; reading the run again")
-            self._baseline = rebuild(self._folder, self._base, self._owned, self._version)
+            bring(self._baseline, self._folder, self._base, self._version)
             if self._baseline.digest() != self._digest:
                 raise VerifyError("the run does not lead to the state that this rank published", file=self._store.uri)
             self._fingerprints = {}
