@@ -163,7 +163,7 @@ def test_a_single_process_continues_what_many_began_and_the_other_way_round(play
     for number in range(1, 6):
         rows.step(number)
     single = DeltaPublisher(lambda: rows.state.items(), sync_dir=str(folder / "run"), base=folder / "base")
-    single.publish()
+    single.publish().wait()
     assert single.state_digest == digest_after(5, tmp_path)
     rows.step(6)
     sharded = rows.publisher(folder)
