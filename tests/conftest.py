@@ -1,5 +1,6 @@
 """What every test shares: one hypothesis profile, the same examples on every machine."""
 
+import contextlib
 import gc
 import os
 import shutil
@@ -24,9 +25,22 @@ settings.load_profile("fixed")
 @pytest.fixture
 def ram_path(tmp_path: Path) -> Iterator[Path]:
     """Return a folder in memory where there is one: for tests that sync thousands of files to disk."""
+    with _in_memory(tmp_path) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def ram_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return such a folder for all tests of a module."""
+    with _in_memory(tmp_path_factory.mktemp("root")) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _in_memory(otherwise: Path) -> Iterator[Path]:
     shared = Path("/dev/shm")
     if not os.access(shared, os.W_OK) or shutil.disk_usage(shared).free < 64 << 20:
-        yield tmp_path
+        yield otherwise
         return
     with tempfile.TemporaryDirectory(prefix="delta-snapshot-tests-", dir=shared) as folder:
         yield Path(folder)

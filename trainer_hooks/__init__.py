@@ -9,12 +9,14 @@
     publisher.publish()
 
 The way of the data: `source` names the tensors, `diff` compares them with the `baseline`, `publish` writes and
-commits, `publisher` ties these together, `resume` finds the way back after a restart.
+commits, `publisher` ties these together, `resume` finds the way back after a restart. `sharded` does the same for a
+model that several processes hold together.
 """
 
 from trainer_hooks.metrics import PublishMetrics
 from trainer_hooks.observers import PublishObserver
 from trainer_hooks.publisher import DeltaPublisher, Publication, PublishReport
+from trainer_hooks.sharded import PartialTensor, ShardedPublisher, ShardSource
 from trainer_hooks.source import IterableSource, ModuleSource, ParameterSource, SourceItem
 from trainer_hooks.trackers import TensorBoardObserver, WandbObserver
 from vllm_delta_snapshot.upkeep import UpkeepPolicy
@@ -24,10 +26,13 @@ __all__ = [
     "IterableSource",
     "ModuleSource",
     "ParameterSource",
+    "PartialTensor",
     "Publication",
     "PublishMetrics",
     "PublishObserver",
     "PublishReport",
+    "ShardSource",
+    "ShardedPublisher",
     "SourceItem",
     "TensorBoardObserver",
     "UpkeepPolicy",

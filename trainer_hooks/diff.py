@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,7 +24,17 @@ from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.format.digest import add_digests, patch_digest, tensor_key
 from vllm_delta_snapshot.types import Positions, TensorSpec, position_dtype
 
-__all__ = ["Piece", "TensorDiff", "check_castable", "diff_piece", "diff_tensor", "join_pieces", "pieces", "tensor_bits"]
+__all__ = [
+    "Piece",
+    "TensorDiff",
+    "check_castable",
+    "check_dtype",
+    "diff_piece",
+    "diff_tensor",
+    "join_pieces",
+    "pieces",
+    "tensor_bits",
+]
 
 CHUNK_ELEMENTS: Final = 1 << 19
 """512 Ki elements: both sides and the mask stay in the cache (docs/design.md, "Diff")."""
@@ -73,6 +83,8 @@ class Piece:
         baseline: the published bits of the piece, shape ``(k,)``.
         current: the trainer's elements of the piece, any device, shape ``(k,)``.
         is_last: whether the tensor ends here.
+        places: turns positions as counted from `start` into positions in the whole tensor, where the elements are not
+            consecutive there; keeps their order.
     """
 
     spec: TensorSpec
@@ -80,6 +92,7 @@ class Piece:
     baseline: Bits
     current: torch.Tensor
     is_last: bool
+    places: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None
 
 
 def pieces(spec: TensorSpec, baseline: Bits, tensor: torch.Tensor) -> Iterator[Piece]:
@@ -116,8 +129,12 @@ def diff_piece(piece: Piece, *, is_digested: bool = True) -> TensorDiff | None:
     if not found:
         return None
     where, old, new = _joined(found)
+    if piece.places is not None:
+        where, start = piece.places(where.astype(np.int64) + piece.start), 0
+    else:
+        start = piece.start
     positions = where.astype(position_dtype(spec.numel))
-    positions += piece.start
+    positions += start
     digests = [_digest(spec, positions, values) for values in (old, new)] if is_digested else [0, 0]
     return TensorDiff(spec, positions, old, new, *digests)
 
@@ -242,15 +259,24 @@ def check_castable(spec: TensorSpec, tensor: torch.Tensor) -> None:
             expected=spec,
             found=f"{tensor.dtype} {list(tensor.shape)}",
         )
+    check_dtype(spec, tensor.dtype)
+
+
+def check_dtype(spec: TensorSpec, dtype: torch.dtype) -> None:
+    """Check the dtype alone: see `check_castable`.
+
+    Raises:
+        SourceError: it does not fit.
+    """
     serving = _serving(spec)
-    if tensor.dtype == serving:
+    if dtype == serving:
         return
-    if not (tensor.dtype.is_floating_point and serving.is_floating_point and spec.element.itemsize > 1):
+    if not (dtype.is_floating_point and serving.is_floating_point and spec.element.itemsize > 1):
         raise SourceError(
             "the tensor cannot be cast to the serving dtype by rounding alone",
             tensor=spec.name,
             expected=serving,
-            found=tensor.dtype,
+            found=dtype,
             hint="Give the tensor in the dtype of the base checkpoint.",
         )
 

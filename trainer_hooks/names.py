@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
-__all__ = ["CheckpointNames"]
+__all__ = ["CheckpointNames", "Revert", "revert_of"]
 
 Revert = Callable[[nn.Module, dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""Turns a model's state dict into its checkpoint's."""
 
 
 class CheckpointNames:
@@ -28,7 +29,7 @@ class CheckpointNames:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._revert = _revert_of(module)
+        self._revert = revert_of(module)
         self._plan: dict[str, tuple[str, ...]] = {}
         self._renamed: dict[str, bool] = {}
 
@@ -58,7 +59,7 @@ class CheckpointNames:
             return self._revert(self._module, {name: tensor.detach()})
 
 
-def _revert_of(module: nn.Module) -> Revert | None:
+def revert_of(module: nn.Module) -> Revert | None:
     """Return transformers' own conversion if this is one of its models; imports nothing that is not loaded."""
     if not hasattr(module, "save_pretrained") or not hasattr(module, "config"):
         return None

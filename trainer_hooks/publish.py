@@ -22,10 +22,11 @@ from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, StoreUnavai
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.blocks import EncodedBlock
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
+from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.version import MAX_VERSION_BYTES, VersionRecord
 from vllm_delta_snapshot.store import Store
 
-__all__ = ["commit", "is_committed", "write_publication"]
+__all__ = ["commit", "is_committed", "record_of", "write_publication"]
 
 
 def write_publication(
@@ -69,7 +70,21 @@ def write_publication(
         pool=pool,
         max_file_bytes=max_file_bytes,
     )
-    metadata, data = written.metadata, written.data
+    return record_of(lineage, publication_id, folder, written.metadata, written.data)
+
+
+def record_of(
+    lineage: Lineage, publication_id: str, folder: str, metadata: DeltaMetadata, data: bytes
+) -> VersionRecord:
+    """Return the record that commits a publication whose files are written.
+
+    Args:
+        lineage: where the delta starts and ends.
+        publication_id: the publication.
+        folder: where its files are.
+        metadata: its metadata.
+        data: metadata.json as written.
+    """
     return VersionRecord(
         run_id=lineage.run_id,
         version=lineage.version,

@@ -37,7 +37,7 @@ from vllm_delta_snapshot.stage.replay import opened_start, opened_version, plan_
 from vllm_delta_snapshot.stage.resolve import resolve_all
 from vllm_delta_snapshot.store.base import Store, SweepsUploads
 
-__all__ = ["PublishedState", "open_run", "policy_of"]
+__all__ = ["PublishedState", "find_run", "open_run", "policy_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +77,33 @@ def open_run(folder: RunFolder, base: Checkpoint, policy: str | None = None) -> 
         ExclusiveCreateUnsupported, StoreError, StoreUnavailable: the store cannot be used.
         BrokenChain, CorruptFile, VerifyError: the run there is damaged.
     """
+    run = find_run(folder, base, base.state_digest, policy)
+    newest = max(folder.versions(), default=0)
+    plan = plan_run(folder, newest, start=(0, base.state_digest))
+    with opened_start(folder, plan, base) as start:
+        baseline = Baseline(start)
+    _replay(folder, baseline, plan.chain)
+    return PublishedState(run, newest, plan.chain.state_digest, baseline)
+
+
+def find_run(folder: RunFolder, base: Checkpoint, base_digest: str, policy: str | None = None) -> RunInfo:
+    """Create the run if there is none, else check that it is this base's. Blocks.
+
+    Args:
+        folder: where the run lives or will live.
+        base: the base checkpoint; its weights are not read.
+        base_digest: its state digest.
+        policy: see `open_run`.
+
+    Raises:
+        RunMismatch, UnsupportedFormat, ExclusiveCreateUnsupported, StoreError, StoreUnavailable: see `open_run`.
+    """
     wanted = encodings_of(policy or "auto")
     try:
         run = folder.read_run()
     except ObjectNotFound:
-        run = _create_run(folder, base, wanted)
-    _check_base(folder, run, base)
+        run = _create_run(folder, base, base_digest, wanted)
+    _check_base(folder, run, base, base_digest)
     if policy is not None and not set(wanted) <= set(run.encodings):
         raise RunMismatch(
             "the run was started with other encodings, and its engines with them",
@@ -92,12 +113,7 @@ def open_run(folder: RunFolder, base: Checkpoint, policy: str | None = None) -> 
             hint="Leave the encoding out, or give the run a sync_dir of its own.",
         )
     _sweep(folder.store)
-    newest = max(folder.versions(), default=0)
-    plan = plan_run(folder, newest, start=(0, base.state_digest))
-    with opened_start(folder, plan, base) as start:
-        baseline = Baseline(start)
-    _replay(folder, baseline, plan.chain)
-    return PublishedState(run, newest, plan.chain.state_digest, baseline)
+    return run
 
 
 def _sweep(store: Store) -> None:
@@ -129,7 +145,7 @@ def policy_of(encodings: Sequence[str]) -> str:
     )
 
 
-def _create_run(folder: RunFolder, base: Checkpoint, encodings: tuple[str, ...]) -> RunInfo:
+def _create_run(folder: RunFolder, base: Checkpoint, base_digest: str, encodings: tuple[str, ...]) -> RunInfo:
     folder.store.check_exclusive_create()
     run = RunInfo(
         run_id=str(uuid.uuid4()),
@@ -138,7 +154,7 @@ def _create_run(folder: RunFolder, base: Checkpoint, encodings: tuple[str, ...])
         encodings=encodings,
         base=BaseIdentity(
             name=str(base.folder),
-            state_digest=base.state_digest,
+            state_digest=base_digest,
             num_tensors=len(base.specs),
             total_elements=base.total_elements,
         ),
@@ -150,12 +166,12 @@ def _create_run(folder: RunFolder, base: Checkpoint, encodings: tuple[str, ...])
     return folder.read_run()
 
 
-def _check_base(folder: RunFolder, run: RunInfo, base: Checkpoint) -> None:
-    if run.base.state_digest != base.state_digest or dict(run.specs()) != base.specs:
+def _check_base(folder: RunFolder, run: RunInfo, base: Checkpoint, base_digest: str) -> None:
+    if run.base.state_digest != base_digest or dict(run.specs()) != base.specs:
         raise RunMismatch(
             "the folder belongs to a run with another base checkpoint",
             file=f"{folder.store.uri}/{layout.RUN_KEY}",
-            expected=f"{base.folder} with state digest {base.state_digest}",
+            expected=f"{base.folder} with state digest {base_digest}",
             found=f"{run.base.name} with state digest {run.base.state_digest} (run {run.run_id})",
             hint="Give every run a sync_dir of its own, or the base it was started with.",
         )

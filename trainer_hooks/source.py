@@ -86,7 +86,7 @@ class ModuleSource:
         published: dict[tuple[int, torch.Size], str] = {}
         strangers: list[tuple[str, tuple[int, torch.Size]]] = []
         for name, tensor in self._module.state_dict(keep_vars=True).items():
-            _refuse_unreadable(name, tensor)
+            refuse_unreadable(name, tensor)
             names = self._names.of(name, tensor)
             identity = (tensor.data_ptr(), tensor.shape)
             known = [key for key in names if key in specs]
@@ -136,7 +136,7 @@ class IterableSource:
         elif callable(pairs):
             pairs = pairs()
         for name, tensor in pairs:
-            _refuse_unreadable(name, tensor)
+            refuse_unreadable(name, tensor)
             yield SourceItem((name,), _constant(name, tensor))
 
 
@@ -178,11 +178,16 @@ def _constant(name: str, tensor: torch.Tensor) -> Callable[[], Pairs]:
 
 def _fingerprint(tensor: torch.Tensor) -> Hashable | None:
     if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-        ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        # An address alone would be given again to the replacement of a replacement; the weak reference, which holds no
-        # weights, tells the two apart.
-        return (ref, tensor.data_ptr(), tensor._version)
+        return frozen_fingerprint(tensor)
     return None
+
+
+def frozen_fingerprint(tensor: torch.Tensor) -> Hashable:
+    """Return what stays equal as long as a tensor is neither replaced nor written in place."""
+    ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    # An address alone would be given again to the replacement of a replacement; the weak reference, which holds no
+    # weights, tells the two apart.
+    return (ref, tensor.data_ptr(), tensor._version)
 
 
 def _refuse_fsdp1(module: nn.Module) -> None:
@@ -192,11 +197,16 @@ def _refuse_fsdp1(module: nn.Module) -> None:
             raise SourceError(
                 "the module is wrapped in FSDP, so this rank has only a part of it",
                 found=name or "the module itself",
-                hint="Give an iterable of (checkpoint name, full tensor) that gathers it.",
+                hint="Give it to ShardedPublisher, on every rank (docs/trainers.md).",
             )
 
 
-def _refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
+def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor is whole and plain.
+
+    Raises:
+        SourceError: it is not.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise SourceError("not a tensor", tensor=name, found=type(tensor).__name__)
     kind = type(tensor).__name__
@@ -205,7 +215,7 @@ def _refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
             "the parameter is sharded; publishing this rank's part as the whole would be wrong",
             tensor=name,
             found=kind,
-            hint="Give an iterable of (checkpoint name, full tensor) that gathers it.",
+            hint="Give it to ShardedPublisher, on every rank (docs/trainers.md).",
         )
     if tensor.is_meta:
         raise SourceError("the parameter has no data (meta device)", tensor=name)

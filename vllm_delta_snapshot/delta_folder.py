@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Literal
 
 import xxhash
 
 from vllm_delta_snapshot._version import __version__
 from vllm_delta_snapshot.format import layout
-from vllm_delta_snapshot.format.blocks import EncodedBlock, FiledBlock, Placed, encode_block, group_blocks
+from vllm_delta_snapshot.format.blocks import Block, EncodedBlock, FiledBlock, Placed, encode_block, group_blocks
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES, PlannedFile, plan_file
 from vllm_delta_snapshot.format.digest import add_digests, format_digest
 from vllm_delta_snapshot.format.metadata import DeltaMetadata, FileEntry, TensorEntry, Timings
@@ -27,7 +28,18 @@ from vllm_delta_snapshot.ordered import ordered_map
 from vllm_delta_snapshot.store import Store
 from vllm_delta_snapshot.types import Change, TensorDifference, TensorSpec
 
-__all__ = ["TOOL", "DigestedChange", "Lineage", "WriterNotes", "WrittenDelta", "utc_now", "write_delta_folder"]
+__all__ = [
+    "TOOL",
+    "DigestedChange",
+    "Lineage",
+    "WriterNotes",
+    "WrittenDelta",
+    "WrittenPayload",
+    "describe_delta",
+    "utc_now",
+    "write_delta_folder",
+    "write_part",
+]
 
 TOOL = f"vllm-delta-snapshot {__version__}"
 
@@ -101,6 +113,19 @@ class WrittenDelta:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenPayload:
+    """Payload files that are written and not yet described in a metadata.json.
+
+    Attributes:
+        files: the files.
+        entries: what is in them; ``file`` counts among `files`.
+    """
+
+    files: tuple[FileEntry, ...]
+    entries: tuple[TensorEntry, ...]
+
+
 def write_delta_folder(
     store: Store,
     folder: str,
@@ -133,17 +158,60 @@ def write_delta_folder(
     started = time.monotonic()
     files = _Files(store, folder, max_file_bytes)
     table = _Table()
-    blocks = group_blocks(table.taken(digested))
-    for encoded in ordered_map(encode_block, blocks, pool):
-        for block in encoded:
-            table.put(block, files.add(block))
-            if keep:
-                keep(block)
-    entries = files.close()
-    metadata = _describe(publication_id, lineage, entries, table, notes(), started)
+    _write_blocks(files, table, group_blocks(table.taken(digested)), keep, pool)
+    written = WrittenPayload(files.close(), tuple(table.entries()))
+    # What OpenRL's reader takes: one file, raw, real numbers.
+    is_openrl = len(written.files) == 1 and all(
+        row.encoding == "raw" and is_openrl_tensor(row.spec) for row in table.rows
+    )
+    seconds = time.monotonic() - started
+    metadata = describe_delta(
+        publication_id, lineage, written, notes(), seconds=seconds, format_version=2 if is_openrl else 3
+    )
     data = metadata.to_json()
     store.put(f"{folder}/{layout.METADATA_NAME}", [memoryview(data)])
     return WrittenDelta(metadata, data)
+
+
+def write_part(
+    store: Store,
+    folder: str,
+    prefix: str,
+    digested: Iterable[DigestedChange],
+    order: Mapping[str, int],
+    *,
+    is_file_forced: bool = False,
+    keep: Callable[[EncodedBlock], None] | None = None,
+    pool: ThreadPoolExecutor | None = None,
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+) -> WrittenPayload:
+    """Write one trainer's part of a delta that several write together; no metadata.json. Blocks until it is durable.
+
+    Args:
+        store: where to.
+        folder: a key that only these trainers know.
+        prefix: what the names of its files begin with; no other trainer's do.
+        digested: the changes in the tensors that it holds, or in its parts of them, taken one by one.
+        order: the place of every tensor in the run. The tensors of a block are in that order, whatever the order they
+            come in, so that the parts of all trainers fit into one table.
+        is_file_forced: write a file also if nothing changed.
+        keep: see `write_delta_folder`.
+        pool: see `write_delta_folder`.
+        max_file_bytes: see `write_delta_folder`.
+
+    Returns:
+        Its files, none if nothing changed and none is forced, and its entries, in the order of the run.
+
+    Raises:
+        StoreError, StoreUnavailable: something was not written; the folder may be partly there and is never read.
+        Exception: what `digested` raises.
+    """
+    files = _Files(store, folder, max_file_bytes, prefix)
+    table = _Table(is_block_said=True)
+    blocks = group_blocks(table.taken(digested), lambda placed: order[placed.change.spec.name])
+    _write_blocks(files, table, blocks, keep, pool)
+    written = files.close() if table.rows or is_file_forced else ()
+    return WrittenPayload(written, tuple(sorted(table.entries(), key=lambda entry: order[entry.name])))
 
 
 def utc_now() -> str:
@@ -167,7 +235,8 @@ class _Row:
 class _Table:
     """The rows of metadata: written down when a change is taken, completed when its block is in a file."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_block_said: bool = False) -> None:
+        self._is_block_said = is_block_said
         self.rows: list[_Row] = []
 
     def taken(self, digested: Iterable[DigestedChange]) -> Iterator[Placed]:
@@ -179,7 +248,7 @@ class _Table:
         for member in block.members:
             row = self.rows[member.place]
             row.encoding, row.file = block.encoding, file
-            row.block = block.place if len(block.members) > 1 else None
+            row.block = block.place if self._is_block_said or len(block.members) > 1 else None
 
     def entries(self) -> Iterator[TensorEntry]:
         for row in self.rows:
@@ -199,7 +268,8 @@ class _Table:
 class _Files:
     """The payload files: each is written when it is full, and the last one at the end."""
 
-    def __init__(self, store: Store, folder: str, max_file_bytes: int) -> None:
+    def __init__(self, store: Store, folder: str, max_file_bytes: int, prefix: str = "") -> None:
+        self._prefix = prefix
         self._store = store
         self._folder = folder
         self._max_file_bytes = max_file_bytes
@@ -221,28 +291,36 @@ class _Files:
         return tuple(self._entries)
 
     def _write(self, *, is_only: bool) -> None:
-        name = layout.delta_file_name(None if is_only else len(self._entries))
+        name = self._prefix + layout.delta_file_name(None if is_only else len(self._entries))
         self._entries.append(_write_file(self._store, self._folder, plan_file(name, self._blocks)))
         self._blocks, self._size = [], 0
 
 
-def _describe(
+def describe_delta(
     publication_id: str,
     lineage: Lineage,
-    files: tuple[FileEntry, ...],
-    table: _Table,
+    written: WrittenPayload,
     notes: WriterNotes,
-    started: float,
+    *,
+    seconds: float,
+    format_version: Literal[2, 3, 4],
 ) -> DeltaMetadata:
-    entries = tuple(table.entries())
+    """Return the metadata of a delta whose payload is written.
+
+    Args:
+        publication_id: 32 hexadecimal digits.
+        lineage: where the delta starts and leads to.
+        written: the payload, in the order of ``layer_names``.
+        notes: what to record beside.
+        seconds: how long the writer was at it, the diff among it.
+        format_version: which form it has.
+    """
+    entries = written.entries
     changed = sum(entry.changed for entry in entries)
-    # What OpenRL's reader takes: one file, raw, real numbers.
-    is_openrl = len(files) == 1 and all(row.encoding == "raw" and is_openrl_tensor(row.spec) for row in table.rows)
     state = add_digests(int(lineage.base_state_digest, 16), *(entry.moves_digest for entry in entries))
     now = datetime.now(UTC)
-    seconds = time.monotonic() - started
     return DeltaMetadata(
-        format_version=2 if is_openrl else 3,
+        format_version=format_version,
         base_model=notes.base_model,
         created_at=now.isoformat(),
         timestamp=now.timestamp(),
@@ -257,13 +335,27 @@ def _describe(
         base_version=lineage.base_version,
         base_state_digest=lineage.base_state_digest,
         state_digest=format_digest(state),
-        files=files,
+        files=written.files,
         tensors=entries,
         step=notes.step,
         metrics=dict(notes.metrics),
         timings=Timings(diff_s=round(notes.diff_s, 6), upload_s=round(max(0.0, seconds - notes.diff_s), 6)),
         writer=TOOL,
     )
+
+
+def _write_blocks(
+    files: _Files,
+    table: _Table,
+    blocks: Iterable[Block],
+    keep: Callable[[EncodedBlock], None] | None,
+    pool: ThreadPoolExecutor | None,
+) -> None:
+    for encoded in ordered_map(encode_block, blocks, pool):
+        for block in encoded:
+            table.put(block, files.add(block))
+            if keep:
+                keep(block)
 
 
 def _write_file(store: Store, folder: str, planned: PlannedFile) -> FileEntry:

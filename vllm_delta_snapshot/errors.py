@@ -21,6 +21,7 @@
     |  `- VersionConflict            another trainer committed this version
     |- SourceError                   the trainer's tensors do not fit the base checkpoint
     |- NotPublished                  skipped, abandoned or not committed yet; the next publication carries it
+    |- RankFailed                    another of the trainer's processes failed or is gone
     |- StageError                    staging failed or did not end in time
     |  |- NotStaged                  not there yet; ask again
     |  `- MirrorBusy                 a worker reads the mirror just now; try again
@@ -60,6 +61,7 @@ __all__ = [
     "ObjectExists",
     "ObjectNotFound",
     "OutOfOrder",
+    "RankFailed",
     "Recovery",
     "RunMismatch",
     "SourceError",
@@ -244,6 +246,10 @@ class NotPublished(DeltaSnapshotError):
     """There is no such version, at least not yet: the call was skipped or abandoned, or still runs."""
 
     recovery = Recovery.REPUBLISH
+
+
+class RankFailed(DeltaSnapshotError):
+    """Another of the trainer's processes failed, or is gone. Nothing is lost: the next publication carries it."""
 
 
 class StageError(DeltaSnapshotError):

@@ -4,7 +4,7 @@ A change of any byte these files pin is a change of the format, and needs a new 
 differ from run to run (ids, times) is fixed here.
 
 `run` is as the first release wrote it: raw, several files named ``-of-``. `compact` has a version for every encoding.
-`merged` is what a stager makes of its last two versions.
+`merged` is what a stager makes of its last two versions. `parts` has tensors whose changes come from several trainers.
 """
 
 from __future__ import annotations
@@ -199,6 +199,46 @@ def compact_files(version: int, changes: Sequence[tuple[Change, str]]) -> Files:
     return [(delta_file_name(None if count == 1 else n), blocks[n::count]) for n in range(count)]
 
 
+PARTS_ENCODINGS = {1: ("packed", "raw"), 2: ("difference", "raw_difference"), 3: ("bitmap_difference", "packed")}
+"""Of the tensors in parts, and of those that one trainer has whole."""
+
+PARTS_TRAINERS = 3
+
+
+def parts_changes(version: int, state: State) -> list[tuple[Change, str, int]]:
+    """Return the changes of a version of `parts`, their encodings, and which of the trainers wrote each.
+
+    Every second tensor is in parts, of consecutive elements or of pairs dealt out in turn.
+    """
+    in_parts, whole = PARTS_ENCODINGS[version]
+    changes = []
+    for place, spec in enumerate(COMPACT_SPECS):
+        is_split = place % 2 == 0 and spec.numel > 1
+        encoding = in_parts if is_split else whole
+        positions = _compact_positions(version, spec, is_dense=False)
+        holder = positions * PARTS_TRAINERS // max(1, spec.numel) if place % 4 else positions // 2 % PARTS_TRAINERS
+        for trainer in range(PARTS_TRAINERS):
+            held = positions[holder == trainer] if is_split else positions[: positions.size * (trainer == place % 3)]
+            if held.size:
+                steps = [_STEPS[(int(i) + place) % len(_STEPS)] for i in held]
+                moves = np.array([step % (1 << (8 * spec.element.itemsize)) for step in steps], spec.element.bits)
+                if encoding_of(encoding).is_difference:
+                    changes.append((TensorDifference(spec, held, moves), encoding, trainer))
+                else:
+                    changes.append((TensorPatch(spec, held, state[spec.name][held] + moves), encoding, trainer))
+    return changes
+
+
+def parts_files(changes: Sequence[tuple[Change, str, int]]) -> Files:
+    """Return the files of a version of `parts`: one a trainer."""
+    files = []
+    for trainer in range(PARTS_TRAINERS):
+        placed = [Placed(place, change, name) for place, (change, name, of) in enumerate(changes) if of == trainer]
+        blocks = [_encoded(block.encoding, block.members) for block in group_blocks(placed)]
+        files.append((f"rank{trainer:05d}-{delta_file_name(None)}", blocks))
+    return files
+
+
 def _encoded(encoding: str, members: Sequence[Placed]) -> EncodedBlock:
     return EncodedBlock(encoding, tuple(members), encoding_of(encoding).encode([m.change for m in members]))
 
@@ -211,6 +251,7 @@ class _Run:
     specs: list[TensorSpec]
     encodings: tuple[str, ...]
     states: list[State] = field(default_factory=list)
+    is_in_parts: bool = False
 
     def __post_init__(self) -> None:
         shutil.rmtree(FOLDER / self.name, ignore_errors=True)
@@ -279,7 +320,8 @@ class _Run:
     ) -> DeltaMetadata:
         base_version, version = versions
         before, after = (self.states[number] for number in versions)
-        places = _places(files)
+        places = _places(files, is_block_said=self.is_in_parts)
+        alone = 2 if len(files) == 1 and self.encodings == ("raw",) else 3
         tensors = tuple(
             _entry(change, encoding, places[place], before, after, old_is_known=version == base_version + 1)
             for place, (change, encoding) in enumerate(changes)
@@ -287,7 +329,7 @@ class _Run:
         changed = sum(entry.changed for entry in tensors)
         total = sum(spec.numel for spec in self.specs)
         return DeltaMetadata(
-            format_version=2 if len(files) == 1 and self.encodings == ("raw",) else 3,
+            format_version=4 if self.is_in_parts else alone,
             base_model="golden/base",
             created_at=TIME,
             timestamp=1767323045.25,
@@ -344,10 +386,10 @@ def _after(state: State, changes: Sequence[tuple[Change, str]]) -> State:
     return result
 
 
-def _places(files: Files) -> dict[int, tuple[int, int | None]]:
-    """Return the file and, if it is shared, the block of every place."""
+def _places(files: Files, *, is_block_said: bool) -> dict[int, tuple[int, int | None]]:
+    """Return the file and, if it is shared or to be said, the block of every place."""
     return {
-        member.place: (number, block.place if len(block.members) > 1 else None)
+        member.place: (number, block.place if is_block_said or len(block.members) > 1 else None)
         for number, (_, blocks) in enumerate(files)
         for block in blocks
         for member in block.members
@@ -376,6 +418,12 @@ def main() -> None:
         compact.publish(version, changes, compact_files(version, changes))
     merged = merged_changes(compact.states[7], compact.states[9])
     compact.write("merged", (7, 9), merged, compact_files(0, merged))
+    parts = _Run("parts", COMPACT_SPECS, tuple(sorted({n for v in PARTS_ENCODINGS.values() for n in v})))
+    parts.is_in_parts = True
+    for version in PARTS_ENCODINGS:
+        of_trainers = parts_changes(version, parts.states[-1])
+        parts.publish(version, [(change, encoding) for change, encoding, _ in of_trainers], parts_files(of_trainers))
+    _write_json("expected_parts.json", {"state_digests": parts.digests})
     _write_json("expected_compact.json", {"zstd": list(zstandard.ZSTD_VERSION), "state_digests": compact.digests})
 
 

@@ -13,12 +13,15 @@ import zstandard
 from tests.golden.make import (
     COMPACT_ENCODINGS,
     COMPACT_SPECS,
+    PARTS_ENCODINGS,
     SPECS,
     State,
     base_state,
     compact_changes,
     compact_files,
     merged_changes,
+    parts_changes,
+    parts_files,
     patches_of,
     raw_files,
 )
@@ -68,10 +71,12 @@ COMPACT_STATE_DIGESTS = [
     "c5311ca116c9ad30",
     "472ea6e353beb470",
 ]
-RUNS = {"run": RUN, "compact": COMPACT}
+PARTS = GOLDEN / "parts"
+PARTS_EXPECTED = json.loads((GOLDEN / "expected_parts.json").read_text())
+RUNS = {"run": RUN, "compact": COMPACT, "parts": PARTS}
 OF_RUNS = [
     pytest.param(RUNS[name], version, id=f"{name} {version}")
-    for name, versions in (("run", VERSIONS), ("compact", COMPACT_ENCODINGS))
+    for name, versions in (("run", VERSIONS), ("compact", COMPACT_ENCODINGS), ("parts", PARTS_ENCODINGS))
     for version in versions
 ]
 every_version = pytest.mark.parametrize(("run", "version"), OF_RUNS)
@@ -287,6 +292,41 @@ def test_merged_metadata_written_again_is_byte_equal():
 def test_merged_payload_written_again_is_byte_equal(compact_states: list[State]):
     [(name, blocks)] = compact_files(0, merged_changes(compact_states[7], compact_states[9]))
     assert b"".join(plan_file(name, blocks).chunks()) == (GOLDEN / "merged" / name).read_bytes()
+
+
+def parts_states() -> list[State]:
+    """Return the state at every version of `parts`, from the changes that went into the files."""
+    states = [base_state(COMPACT_SPECS)]
+    for version in PARTS_ENCODINGS:
+        state = {name: bits.copy() for name, bits in states[-1].items()}
+        for change, _, _ in parts_changes(version, states[-1]):
+            bits = state[change.spec.name]
+            is_difference = isinstance(change, TensorDifference)
+            bits[change.positions] = change.values + (bits[change.positions] if is_difference else change.values * 0)
+        states.append(state)
+    return states
+
+
+@pytest.mark.parametrize("version", PARTS_ENCODINGS)
+def test_golden_parts_are_one_change_a_tensor(version: int):
+    metadata = RunFolder(PosixStore(PARTS)).read_metadata(RunFolder(PosixStore(PARTS)).read_version(version))
+    changes = decode(metadata, folder_of(version, PARTS), {spec.name: spec for spec in COMPACT_SPECS})
+    assert len(metadata.tensors) > len(metadata.by_tensor) == len(changes)
+    before, after = parts_states()[version - 1 : version + 1]
+    state = {name: bits.copy() for name, bits in before.items()}
+    for patch in resolve_all(metadata, changes, before.__getitem__):
+        state[patch.spec.name][patch.positions] = patch.values
+        assert np.all(np.diff(patch.positions) > 0)
+    assert same_state(state, after)
+    digest = format_digest(state_digest((spec, after[spec.name]) for spec in COMPACT_SPECS))
+    assert digest == metadata.state_digest == PARTS_EXPECTED["state_digests"][version]
+
+
+@pytest.mark.parametrize("version", PARTS_ENCODINGS)
+def test_parts_payload_written_again_is_byte_equal(version: int):
+    files = parts_files(parts_changes(version, parts_states()[version - 1]))
+    written = {name: b"".join(plan_file(name, blocks).chunks()) for name, blocks in files}
+    assert written == {path.name: path.read_bytes() for path in folder_of(version, PARTS).glob("*.safetensors")}
 
 
 CONSTANTS = {

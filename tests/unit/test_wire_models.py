@@ -65,7 +65,7 @@ def test_every_missing_field_without_default_is_corrupt_and_named(model: type[Wi
 
 
 @every_model
-@pytest.mark.parametrize("version", [0, 4, 99, -1, "1", None, 1.5, [1]], ids=repr)
+@pytest.mark.parametrize("version", [0, 5, 99, -1, "1", None, 1.5, [1]], ids=repr)
 def test_unknown_format_version_is_unsupported(model: type[WireModel], fields: dict[str, Any], version: object):
     error = refusal(model, fields | {"format_version": version})
     assert isinstance(error, UnsupportedFormat)

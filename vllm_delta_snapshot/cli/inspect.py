@@ -156,7 +156,7 @@ def _describe_metadata(metadata: DeltaMetadata) -> dict[str, Any]:
                 "changed": entry.changed,
                 "encoding": entry.encoding,
             }
-            for entry in metadata.tensors
+            for entry in metadata.by_tensor
         ],
     }
 

@@ -7,7 +7,7 @@ delta is encoded, and decoded, piece by piece and on many threads. A block that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,7 +35,7 @@ _BLOCK_TENSORS: Final = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """A change, its place in ``layer_names``, and the encoding chosen for it."""
+    """A change, its place among those of the delta or of its writer, and the encoding chosen for it."""
 
     place: int
     change: Change
@@ -105,8 +105,13 @@ class FiledBlock:
     parts: Parts
 
 
-def group_blocks(placed: Iterable[Placed]) -> Iterator[Block]:
-    """Put changes into blocks, each yielded as soon as it is full."""
+def group_blocks(placed: Iterable[Placed], order: Callable[[Placed], int] | None = None) -> Iterator[Block]:
+    """Put changes into blocks, each yielded as soon as it is full.
+
+    Args:
+        placed: the changes.
+        order: how to order the members of a block; by default as they come.
+    """
     growing: dict[tuple[str, int], list[Placed]] = {}
     changed: dict[tuple[str, int], int] = {}
     for item in placed:
@@ -119,9 +124,9 @@ def group_blocks(placed: Iterable[Placed]) -> Iterator[Block]:
         changed[key] = changed.get(key, 0) + item.change.changed
         if changed[key] >= BLOCK_CHANGES or len(members) == _BLOCK_TENSORS:
             del changed[key]
-            yield Block(item.encoding, tuple(growing.pop(key)))
+            yield Block(item.encoding, _ordered(growing.pop(key), order))
     for (encoding, _), members in growing.items():
-        yield Block(encoding, tuple(members))
+        yield Block(encoding, _ordered(members, order))
 
 
 def encode_block(block: Block) -> list[EncodedBlock]:
@@ -144,6 +149,10 @@ def decode_parts(encoding: str, stated: Sequence[Stated], parts: Parts) -> list[
     # As bits, as a decoder is given them from a file.
     bits = {key: (code, array.view(dtype_of(code).bits)) for key, (code, array) in parts.items()}
     return encoding_of(encoding).decode(stated, bits)
+
+
+def _ordered(members: list[Placed], order: Callable[[Placed], int] | None) -> tuple[Placed, ...]:
+    return tuple(members if order is None else sorted(members, key=order))
 
 
 def _encode(encoding: str, members: tuple[Placed, ...]) -> EncodedBlock:

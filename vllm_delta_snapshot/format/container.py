@@ -2,8 +2,8 @@
 """The payload of a delta: many encoded changes in one or several safetensors files.
 
 `plan_file` turns encoded blocks into a file to be written, `decode_file` turns a local file back. Keys are
-``{i}.{part}``, with ``i`` the block's first tensor's place in ``layer_names``; the header repeats ``layer_names`` as
-OpenRL does. Neither function talks to a store.
+``{i}.{part}``, with ``i`` the block's number; the header repeats ``layer_names`` as OpenRL does. Nothing here talks to
+a store.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm_delta_snapshot.format.safetensors_io import MappedFile, NamedBits, fil
 from vllm_delta_snapshot.ordered import ordered_map
 from vllm_delta_snapshot.types import Change, TensorSpec
 
-__all__ = ["DEFAULT_MAX_FILE_BYTES", "PlannedFile", "StoredChange", "decode_file", "plan_file"]
+__all__ = ["DEFAULT_MAX_FILE_BYTES", "PlannedFile", "StoredChange", "decode_file", "iter_file", "plan_file"]
 
 DEFAULT_MAX_FILE_BYTES: Final = 1_000_000_000
 """A file grows past this only when it holds a single block."""
@@ -63,11 +63,11 @@ class StoredChange:
     """What metadata says of one change in a file: where it is and what it must decode to.
 
     Attributes:
-        place: the tensor's place in ``layer_names``.
+        place: its place in ``layer_names``.
         spec: the tensor.
         changed: how many elements change.
         encoding: the encoding of its block.
-        block: the place that names its block.
+        block: the number of its block.
     """
 
     place: int
@@ -82,6 +82,26 @@ def plan_file(name: str, blocks: Sequence[EncodedBlock | FiledBlock]) -> Planned
     arrays = [_named(f"{block.place}.{part}", *value) for block in blocks for part, value in block.parts.items()]
     members = sorted(member for block in blocks for member in block.names)
     return PlannedFile(name, tuple(arrays), {LAYER_NAMES_KEY: json.dumps([name for _, name in members])})
+
+
+def iter_file(
+    path: Path, stored: Sequence[StoredChange], pool: ThreadPoolExecutor | None = None
+) -> Iterator[tuple[int, Change]]:
+    """Yield place and change of all changes of one file, a few blocks at a time in memory. See `decode_file`."""
+    mapped = MappedFile(path)
+    parts = _group_keys(path, mapped)
+    blocks: dict[int, list[StoredChange]] = {}
+    for change in stored:
+        blocks.setdefault(change.block, []).append(change)
+    if parts.keys() != blocks.keys():
+        raise CorruptFile(
+            "wrong tensors in the file",
+            file=str(path),
+            expected=f"places {_listed(set(blocks))}",
+            found=f"places {_listed(set(parts))}",
+        )
+    for of_block in ordered_map(lambda item: _decode_block(path, item[1], parts[item[0]]), blocks.items(), pool):
+        yield from of_block.items()
 
 
 def decode_file(path: Path, stored: Sequence[StoredChange], pool: ThreadPoolExecutor | None = None) -> list[Change]:
@@ -100,21 +120,7 @@ def decode_file(path: Path, stored: Sequence[StoredChange], pool: ThreadPoolExec
         UnsupportedFormat: an unknown encoding or element type.
         LimitExceeded, ObjectNotFound: see `MappedFile`.
     """
-    mapped = MappedFile(path)
-    parts = _group_keys(path, mapped)
-    blocks: dict[int, list[StoredChange]] = {}
-    for change in stored:
-        blocks.setdefault(change.block, []).append(change)
-    if parts.keys() != blocks.keys():
-        raise CorruptFile(
-            "wrong tensors in the file",
-            file=str(path),
-            expected=f"places {_listed(set(blocks))}",
-            found=f"places {_listed(set(parts))}",
-        )
-    decoded: dict[int, Change] = {}
-    for of_block in ordered_map(lambda item: _decode_block(path, item[1], parts[item[0]]), blocks.items(), pool):
-        decoded |= of_block
+    decoded = dict(iter_file(path, stored, pool))
     return [decoded[change.place] for change in stored]
 
 
@@ -123,7 +129,7 @@ def _decode_block(path: Path, members: Sequence[StoredChange], parts: Parts) -> 
     try:
         encoding = encoding_of(first.encoding)
         alike = {(member.encoding, member.spec.element.itemsize) for member in members}
-        if len(alike) > 1 or (len(members) > 1 and not encoding.is_joint) or first.place != first.block:
+        if len(alike) > 1 or (len(members) > 1 and not encoding.is_joint):
             raise CorruptFile("tensors that cannot share a block", tensor=first.spec.name, found=sorted(alike))
         changes = encoding.decode([Stated(member.spec, member.changed) for member in members], parts)
     except FormatError as error:

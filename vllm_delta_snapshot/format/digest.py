@@ -31,6 +31,7 @@ __all__ = [
     "format_digest",
     "patch_digest",
     "seeded_digests",
+    "slice_digest",
     "state_digest",
     "tensor_digest",
     "tensor_key",
@@ -73,6 +74,17 @@ def patch_digest(spec: TensorSpec, positions: Positions, values: Bits) -> int:
         values: the bit patterns there, shape ``(k,)``.
     """
     return _sum_terms(tensor_key(spec), positions, values)
+
+
+def slice_digest(spec: TensorSpec, start: int, bits: Bits) -> int:
+    """Return the digest of consecutive elements of a tensor: the part they have in `tensor_digest`.
+
+    Args:
+        spec: the tensor.
+        start: the position of the first.
+        bits: the elements, shape ``(k,)``.
+    """
+    return _sum_terms((tensor_key(spec) + start * int(GOLDEN)) & _MASK, None, bits)
 
 
 def term_seeds(spec: TensorSpec, positions: Positions) -> NDArray[np.uint64]:

@@ -7,12 +7,16 @@ is what OpenRL writes: its own fields are checked, other fields ignored, and not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import groupby, pairwise
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import ConfigDict, FailFast, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from vllm_delta_snapshot.errors import UnsupportedFormat
 from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.format.digest import format_digest
 from vllm_delta_snapshot.format.run import RunId
 from vllm_delta_snapshot.format.wire import (
     Count,
@@ -26,6 +30,8 @@ from vllm_delta_snapshot.format.wire import (
 
 __all__ = [
     "MAX_METADATA_BYTES",
+    "MAX_PARTS",
+    "PARTS_VERSION",
     "DeltaMetadata",
     "FileEntry",
     "OpenRLMetadata",
@@ -36,6 +42,12 @@ __all__ = [
 
 MAX_METADATA_BYTES: Final = 90 << 20
 """A reader refuses a larger metadata.json: 300 000 changed tensors take about 90 MB."""
+
+MAX_PARTS: Final = 1 << 16
+"""A reader refuses a tensor whose change comes in more parts."""
+
+PARTS_VERSION: Final = 4
+"""The format version in which a tensor's change may come in parts, from trainers that each hold a part of it."""
 
 LAYER_NAMES_KEY: Final = "layer_names"
 """The key in the safetensors header under which OpenRL repeats the names, as JSON."""
@@ -50,7 +62,7 @@ class FileEntry(WireModel):
 
 
 class TensorEntry(SpecEntry):
-    """One changed tensor: where its change lies, and the digests of the touched elements before and after.
+    """One changed tensor, or a part of one: where it lies, and the digests of the touched elements before and after.
 
     Where several versions were merged without their values, only the digests' difference is known: ``old_digest`` is
     null, and ``new_digest`` says by how much the delta moves the tensor's digest.
@@ -70,7 +82,7 @@ class TensorEntry(SpecEntry):
 
     @model_serializer(mode="wrap")
     def _without_block(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # A tensor that shares its block with none says nothing of blocks, as before there were any.
+        # Before version 4, a tensor that shares its block with none says nothing of blocks.
         fields: dict[str, Any] = handler(self)
         if self.block is None:
             del fields["block"]
@@ -88,7 +100,7 @@ class _SparseDelta(WireModel):
     """The fields that OpenRL's reader knows."""
 
     format: Literal["sparse_delta"] = "sparse_delta"
-    format_version: Literal[2, 3] = 2
+    format_version: Literal[2, 3, 4] = 2
     kind: str = "sampler"
     base_model: str | None = None
     model_id: str | None = None
@@ -104,7 +116,10 @@ class _SparseDelta(WireModel):
     def _check_layers(self) -> Self:
         if len(self.layer_names) != len(self.layer_shapes):
             raise ValueError(f"{len(self.layer_names)} layer_names but {len(self.layer_shapes)} layer_shapes")
-        if len(set(self.layer_names)) != len(self.layer_names):
+        names = self.layer_names
+        if self.format_version >= PARTS_VERSION:
+            names = tuple(name for name, _ in groupby(names))  # parts of one tensor stand together
+        if len(set(names)) != len(names):
             raise ValueError("a name appears twice in layer_names")
         return self
 
@@ -141,7 +156,53 @@ class DeltaMetadata(_SparseDelta):
             raise ValueError("a tensor names a file that is not listed")
         if self.format_version == 2 and (len(self.files) != 1 or any(t.encoding != "raw" for t in self.tensors)):
             raise ValueError("format_version 2 has exactly one file, and the encoding raw")
+        self._check_blocks()
+        self._check_parts()
         return self
+
+    def _check_blocks(self) -> None:
+        if self.format_version >= PARTS_VERSION:
+            if any(t.block is None for t in self.tensors):
+                raise ValueError("a tensor does not say in which block it is")
+            return
+        known: set[int] = set()
+        for place, block in enumerate(t.block for t in self.tensors):
+            if block is not None and block not in known and block != place:
+                raise ValueError("a block does not have the number of its first tensor")
+            known.add(place if block is None else block)
+
+    def _check_parts(self) -> None:
+        for first, second in pairwise(self.tensors):
+            if first.name == second.name and (first.shape, first.dtype) != (second.shape, second.dtype):
+                raise ValueError(f"parts of {first.name} differ in shape or type")
+        for name, parts in groupby(self.tensors, key=lambda t: t.name):
+            count = sum(1 for _ in parts)
+            if count > MAX_PARTS:
+                raise ValueError(f"{name} comes in {count} parts; at most {MAX_PARTS} are read")
+
+    @cached_property
+    def by_tensor(self) -> tuple[TensorEntry, ...]:
+        """One entry for every changed tensor: that of its change once its parts are joined.
+
+        Counts and digests are the sums of the parts'; ``encoding``, ``file`` and ``block`` are the first part's.
+        """
+        return tuple(_joined(tuple(parts)) for _, parts in groupby(self.tensors, key=lambda t: t.name))
+
+
+def _joined(parts: Sequence[TensorEntry]) -> TensorEntry:
+    if len(parts) == 1:
+        return parts[0]
+    # The digest of elements is a sum over them. Where one is not known, what is left is by how much they move it.
+    is_known = all(part.old_digest is not None for part in parts)
+    old = sum(int(part.old_digest or "0", 16) for part in parts) if is_known else 0
+    new = old + sum(part.moves_digest for part in parts)
+    return parts[0].model_copy(
+        update={
+            "changed": sum(part.changed for part in parts),
+            "old_digest": format_digest(old) if is_known else None,
+            "new_digest": format_digest(new),
+        }
+    )
 
 
 class OpenRLMetadata(_SparseDelta):

@@ -135,7 +135,7 @@ def _rebuild(
     state = Overlay(base)
     for done, step in enumerate(steps, start=1):
         with opened_version(folder, step, base.specs) as (metadata, changes):
-            for entry, change in zip(metadata.tensors, changes, strict=True):
+            for entry, change in zip(metadata.by_tensor, changes, strict=True):
                 if entry.name in names:
                     state.write(resolve_entry(entry, change, state.bits))
         if progress:

@@ -236,7 +236,7 @@ def _facts(
     return VersionFacts(
         record,
         metadata.step,
-        len(metadata.tensors),
+        len(metadata.by_tensor),
         metadata.timings.diff_s,
         metadata.timings.upload_s,
         dict(metadata.metrics),

@@ -8,17 +8,18 @@ far when it is resolved: only with the old values can its digest be compared (`r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from vllm_delta_snapshot.errors import CorruptFile
-from vllm_delta_snapshot.format.container import StoredChange, decode_file
+from vllm_delta_snapshot.format.container import StoredChange, iter_file
 from vllm_delta_snapshot.format.digest import add_digests, format_digest, patch_digest
-from vllm_delta_snapshot.format.metadata import DeltaMetadata
+from vllm_delta_snapshot.format.metadata import DeltaMetadata, TensorEntry
+from vllm_delta_snapshot.stage.parts import join_parts
 from vllm_delta_snapshot.types import Change, TensorPatch, TensorSpec
 
-__all__ = ["decode"]
+__all__ = ["decode", "iter_decoded"]
 
 
 def decode(
@@ -33,12 +34,32 @@ def decode(
         pool: threads to decode on; ``None`` for the caller's.
 
     Returns:
-        The changes in the order of ``layer_names``: uncompressed ones are views of the mapped files.
+        One change a tensor, in the order of ``layer_names``: uncompressed ones are views of the mapped files.
 
     Raises:
-        CorruptFile: a tensor is unknown, its shape or type differs, or content contradicts metadata.
+        CorruptFile: a tensor is unknown, its shape or type differs, its parts do not fit together, or content
+            contradicts metadata.
         UnsupportedFormat: an unknown encoding or element type.
     """
+    changes = dict(iter_decoded(metadata, folder, specs, pool))
+    return join_parts([changes[place] for place in range(len(metadata.tensors))])
+
+
+def iter_decoded(
+    metadata: DeltaMetadata, folder: Path, specs: Mapping[str, TensorSpec], pool: ThreadPoolExecutor | None = None
+) -> Iterator[tuple[int, Change]]:
+    """Yield place and change of every entry of ``tensors``, a few blocks at a time in memory.
+
+    Parts of a tensor come one by one, and are not compared with each other. See `decode`.
+    """
+    _check_state(metadata)
+    for number, stored in _by_file(metadata, specs).items():
+        for place, change in iter_file(folder / metadata.files[number].name, stored, pool):
+            _check_digest(metadata, metadata.tensors[place], change)
+            yield place, change
+
+
+def _by_file(metadata: DeltaMetadata, specs: Mapping[str, TensorSpec]) -> dict[int, list[StoredChange]]:
     by_file: dict[int, list[StoredChange]] = {number: [] for number in range(len(metadata.files))}
     for place, entry in enumerate(metadata.tensors):
         spec = entry.spec()
@@ -52,31 +73,27 @@ def decode(
             )
         block = place if entry.block is None else entry.block
         by_file[entry.file].append(StoredChange(place, spec, entry.changed, entry.encoding, block))
-    changes: dict[str, Change] = {}
-    for number, stored in by_file.items():
-        for change in decode_file(folder / metadata.files[number].name, stored, pool):
-            changes[change.spec.name] = change
-    ordered = [changes[name] for name in metadata.layer_names]
-    _check_digests(metadata, ordered)
-    return ordered
+    return by_file
 
 
-def _check_digests(metadata: DeltaMetadata, changes: list[Change]) -> None:
-    state = int(metadata.base_state_digest, 16)
-    for entry, change in zip(metadata.tensors, changes, strict=True):
-        if isinstance(change, TensorPatch):
-            found = format_digest(patch_digest(change.spec, change.positions, change.values))
-            if found != entry.new_digest or entry.old_digest is None:
-                raise CorruptFile(
-                    f"version {metadata.version} holds other values than its writer saw",
-                    tensor=entry.name,
-                    expected=f"digest {entry.new_digest}, and one of the values before",
-                    found=f"digest {found}, and {entry.old_digest}",
-                )
-        state = add_digests(state, entry.moves_digest)
-    if format_digest(state) != metadata.state_digest:
+def _check_digest(metadata: DeltaMetadata, entry: TensorEntry, change: Change) -> None:
+    if isinstance(change, TensorPatch):
+        found = format_digest(patch_digest(change.spec, change.positions, change.values))
+        if found != entry.new_digest or entry.old_digest is None:
+            raise CorruptFile(
+                f"version {metadata.version} holds other values than its writer saw",
+                tensor=entry.name,
+                expected=f"digest {entry.new_digest}, and one of the values before",
+                found=f"digest {found}, and {entry.old_digest}",
+            )
+
+
+def _check_state(metadata: DeltaMetadata) -> None:
+    moves = (entry.moves_digest for entry in metadata.tensors)
+    state = format_digest(add_digests(int(metadata.base_state_digest, 16), *moves))
+    if state != metadata.state_digest:
         raise CorruptFile(
             f"version {metadata.version} does not lead to the state it claims",
             expected=f"state digest {metadata.state_digest}",
-            found=format_digest(state),
+            found=state,
         )

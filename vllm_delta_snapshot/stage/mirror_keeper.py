@@ -57,7 +57,7 @@ class MirrorKeeper:
                     patches,
                     version=version,
                     state_digest=metadata.state_digest,
-                    old_digests={entry.name: entry.old_digest for entry in metadata.tensors if entry.old_digest},
+                    old_digests={entry.name: entry.old_digest for entry in metadata.by_tensor if entry.old_digest},
                 )
             except (BaseMismatch, BrokenChain, VerifyError) as error:
                 # Its weights are not what its marker says: somebody else wrote them. Or the deltas from where it is on

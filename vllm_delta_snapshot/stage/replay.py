@@ -22,11 +22,11 @@ from vllm_delta_snapshot.format.run import RunInfo
 from vllm_delta_snapshot.format.version import DeltaRecord
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.anchor import fetch_anchor
-from vllm_delta_snapshot.stage.decode import decode
+from vllm_delta_snapshot.stage.decode import decode, iter_decoded
 from vllm_delta_snapshot.stage.fetch import fetch
 from vllm_delta_snapshot.types import Change, TensorSpec
 
-__all__ = ["RunPlan", "check_base", "opened_start", "opened_version", "plan_from_base", "plan_run"]
+__all__ = ["RunPlan", "check_base", "opened_start", "opened_version", "plan_from_base", "plan_run", "streamed_version"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,26 @@ def opened_version(
     Raises:
         CorruptFile, UnsupportedFormat, StageError, StoreUnavailable: see `fetch` and `decode`.
     """
+    with _fetched(folder, record, scratch) as (metadata, local):
+        yield metadata, decode(metadata, local, specs)
+
+
+@contextlib.contextmanager
+def streamed_version(
+    folder: RunFolder, record: DeltaRecord, specs: Mapping[str, TensorSpec]
+) -> Iterator[Iterator[Change]]:
+    """As `opened_version`, a few blocks at a time in memory; the parts of a tensor come one by one.
+
+    Raises:
+        CorruptFile, UnsupportedFormat, StageError, StoreUnavailable: see `fetch` and `iter_decoded`.
+    """
+    with _fetched(folder, record, None) as (metadata, local):
+        yield (change for _, change in iter_decoded(metadata, local, specs))
+
+
+@contextlib.contextmanager
+def _fetched(folder: RunFolder, record: DeltaRecord, scratch: Path | None) -> Iterator[tuple[DeltaMetadata, Path]]:
     metadata = folder.read_metadata(record)
     with tempfile.TemporaryDirectory(prefix="delta-snapshot-", dir=scratch) as temporary:
         fetch(folder.store, record, metadata, Path(temporary))
-        yield metadata, decode(metadata, Path(temporary), specs)
+        yield metadata, Path(temporary)

@@ -78,11 +78,11 @@ def resolve_all(
 
     Args:
         metadata: its metadata.
-        changes: in the order of ``layer_names``.
+        changes: one a tensor, in the order of ``layer_names``.
         bits: returns all elements of a tensor before, by name.
 
     Raises:
         BaseMismatch: see `resolve`.
     """
-    for entry, change in zip(metadata.tensors, changes, strict=True):
+    for entry, change in zip(metadata.by_tensor, changes, strict=True):
         yield resolve_entry(entry, change, bits)

@@ -284,6 +284,6 @@ def _head(metadata: DeltaMetadata, changes: Sequence[Change]) -> dict[str, objec
         "has_differences": any(isinstance(change, TensorDifference) for change in changes),
         "tensors": [
             [entry.name, entry.changed, entry.old_digest, format_digest(entry.moves_digest)]
-            for entry in metadata.tensors
+            for entry in metadata.by_tensor
         ],
     }

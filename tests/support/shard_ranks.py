@@ -1,0 +1,155 @@
+"""Real processes that publish together: ``python -m tests.support.shard_ranks WORK``.
+
+Imports torch once and forks the processes of each case group. Every case leaves a base, a run and, for each version,
+what ``full_tensor`` said; what the processes saw is printed as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # FSDP2 imports it at the first use, which costs seconds: once, not in every process
+import torch.distributed as dist
+import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401 - the same
+from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.checkpoints import write_checkpoint
+from tests.support.shard_faults import DEATHS, FAULTS, fault, resumed
+from tests.support.shard_memory import measured
+from tests.support.shards import CASES, Story, experts, served
+from trainer_hooks import ShardedPublisher
+
+EXPERTS = "experts"
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what goes over process groups: operations by name, and the bytes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            self.operations[func._opname] += 1
+            tensors = [t for arg in args for t in (arg if isinstance(arg, list | tuple) else [arg])]
+            self.num_bytes += sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def ranks(size: int, work: Path, action: Callable[[int], Any]) -> list[Any]:
+    """Run `action` in processes of one group; return what each returned, or how it died."""
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            _child(rank, size, work, action)
+        children.append(child)
+    deaths = [os.waitpid(child, 0)[1] for child in children]
+    results = [work / f"rank-{rank}.json" for rank in range(size)]
+    return [
+        json.loads(path.read_text()) if death == 0 else {"death": death}
+        for path, death in zip(results, deaths, strict=True)
+    ]
+
+
+def _child(rank: int, size: int, work: Path, action: Callable[[int], Any]) -> None:
+    code = 1
+    try:
+        store = dist.FileStore(str(work / "store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        (work / f"rank-{rank}.json").write_text(json.dumps(action(rank)))
+        code = 0
+    except BaseException:  # noqa: BLE001
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def play(name: str, work: Path) -> dict[str, Any]:
+    """Play one case on this rank."""
+    folder = work / name.replace(" ", "-")
+    trained = experts(folder) if name == EXPERTS else CASES[name][1]()
+    full = trained.full()
+    if dist.get_rank() == 0:
+        write_checkpoint(folder / "base", {key: served(key, tensor) for key, tensor in full.items()})
+    dist.barrier()
+    with Traffic() as opening:
+        publisher = ShardedPublisher(
+            trained.source, sync_dir=str(folder / "run"), base=folder / "base", threads=1, timeout_s=30
+        )
+    publishing = Traffic()
+    reports = []
+    for number in range(1, Story.STEPS + 1):
+        trained.step(number)
+        with publishing:
+            report = publisher.publish(step=number).report
+        reports.append([report.version, report.changed_elements, report.changed_tensors])
+        full = trained.full()
+        if dist.get_rank() == 0:
+            save_file({key: served(key, t) for key, t in full.items()}, folder / f"expected-{number}.safetensors")
+    return {
+        "reports": reports,
+        "operations": dict(opening.operations + publishing.operations),
+        "bytes": [opening.num_bytes, publishing.num_bytes],
+        "elements": publisher._baseline.elements,
+        "digest": publisher.state_digest,
+    }
+
+
+def main(work: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    os.environ["DELTA_SNAPSHOT_KERNEL"] = "0"  # compiled in every process; other tests are about it
+    results: dict[str, Any] = {}
+    for size in (4, 2):
+        names = [name for name, (needed, _) in CASES.items() if needed == size]
+        names += [EXPERTS] if size == 2 else []
+        group = work / f"group-{size}"
+        group.mkdir(parents=True)
+        of_ranks = ranks(size, group, lambda rank, names=names: {name: play(name, work) for name in names})
+        results |= {name: [of_rank.get(name, of_rank) for of_rank in of_ranks] for name in names}
+    (work / "group-memory").mkdir()
+    results["memory"] = ranks(2, work / "group-memory", lambda _: measured(work / "memory"))
+    results["faults"] = faults(work)
+    return results
+
+
+def faults(work: Path) -> dict[str, Any]:
+    """Play all faults in three processes; then continue, in two, what deaths and faults have left."""
+    group = work / "group-3"
+    group.mkdir()
+    folders = {name: work / name.replace(" ", "-") for name in (*FAULTS, *DEATHS)}
+    seen = {name: [] for name in FAULTS}
+    for of_rank in ranks(3, group, lambda _: {name: fault(folders[name], *of) for name, of in FAULTS.items()}):
+        for name in FAULTS:
+            seen[name].append(of_rank.get(name, of_rank))
+    for number, (name, (rank, arm)) in enumerate(DEATHS.items()):
+        group = work / f"group-death-{number}"
+        group.mkdir()
+        seen[name] = ranks(3, group, partial(_fault_of, folders[name], rank, arm))
+    group = work / "group-resumed"
+    group.mkdir()
+    names = [name for name in folders if name != "another trainer"]
+    [resumed_by_rank, _] = ranks(2, group, lambda _: {name: resumed(folders[name], 4) for name in names})
+    return {"seen": seen, "resumed": resumed_by_rank}
+
+
+def _fault_of(folder: Path, rank: int, arm: Any, _: int) -> Any:
+    return fault(folder, rank, arm)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(Path(sys.argv[1]))))

@@ -1,0 +1,180 @@
+"""Several real processes publish one model: what is published is, bit for bit, what it is in all; and what goes wrong.
+
+All processes are started once, by `tests.support.shard_ranks`; the tests look at what they left and saw.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.checkpoints import write_checkpoint
+from tests.support.shard_faults import DEATHS, FAULTS, Rows
+from tests.support.shard_memory import SHARD_BYTES
+from tests.support.shard_ranks import EXPERTS
+from tests.support.shards import CASES, Story
+from tests.support.tensors import bits_of
+from trainer_hooks import DeltaPublisher
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.materialize import materialize
+from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.store.posix import PosixStore
+from vllm_delta_snapshot.verify_run import verify_run
+
+ROOT = Path(__file__).parents[2]
+NAMES = (*CASES, EXPERTS)
+SURVIVED = tuple(name for name in FAULTS if name != "another trainer")
+
+
+@dataclass
+class Played:
+    """What the processes left and saw."""
+
+    work: Path
+    seen: dict[str, Any]
+
+    def folder(self, name: str) -> Path:
+        return self.work / name.replace(" ", "-")
+
+    def run(self, name: str) -> RunFolder:
+        return RunFolder(PosixStore(self.folder(name) / "run"))
+
+    def base(self, name: str) -> Checkpoint:
+        return Checkpoint(self.folder(name) / "base")
+
+
+@pytest.fixture(scope="module")
+def played(ram_root: Path) -> Played:
+    work = ram_root / "sharded"
+    work.mkdir()
+    command = [sys.executable, "-m", "tests.support.shard_ranks", str(work)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return Played(work, json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_published_chain_is_the_full_model_at_every_step(played: Played, name: str, tmp_path: Path):
+    run, base = played.run(name), played.base(name)
+    assert run.versions() == list(range(1, Story.STEPS + 1))
+    for version in run.versions():
+        materialize(run, base, version, tmp_path / str(version))
+        found = Checkpoint(tmp_path / str(version))
+        expected = load_file(played.folder(name) / f"expected-{version}.safetensors")
+        wrong = [key for key in expected if bits_of(expected[key]).tolist() != found.bits(key).tolist()]
+        assert (set(found.specs), wrong) == (set(expected), [])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_element_is_published_by_one_rank_and_all_ranks_agree(played: Played, name: str):
+    ranks = played.seen[name]
+    assert sum(rank["elements"] for rank in ranks) == played.base(name).total_elements
+    newest = played.run(name).read_version(Story.STEPS)
+    assert {rank["digest"] for rank in ranks} == {newest.state_digest}
+    assert {json.dumps(rank["reports"]) for rank in ranks} == {json.dumps(ranks[0]["reports"])}
+    skipped = ranks[0]["reports"][1]
+    assert skipped == [2, 0, 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_said_between_ranks_but_point_to_point(played: Played, name: str):
+    assert {operation for rank in played.seen[name] for operation in rank["operations"]} == {"send", "recv_"}
+
+
+def test_a_model_that_changes_whole_moves_few_bytes_between_ranks(played: Played):
+    weights = sum(spec.num_bytes for spec in played.base("large").specs.values())
+    assert played.run("large").read_version(1).changed_elements == played.base("large").total_elements
+    assert sum(sum(rank["bytes"]) for rank in played.seen["large"]) < weights / 50
+
+
+def test_a_rank_holds_its_own_shard_and_a_bounded_buffer(played: Played):
+    for rank in played.seen["memory"]:
+        assert rank["changed"] > 0
+        assert SHARD_BYTES < rank["peak"] < SHARD_BYTES + 16 * (1 << 20) < 2 * SHARD_BYTES
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp and tp", "fsdp1", "partials", EXPERTS])
+def test_tensors_come_in_parts_and_are_verified_as_one(played: Played, name: str):
+    run = played.run(name)
+    metadata = run.read_metadata(run.read_version(1))
+    assert metadata.format_version == 4
+    assert len(metadata.tensors) > len(metadata.by_tensor)
+    assert verify_run(run).is_ok
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_on_one_rank_fails_the_publication_on_all(played: Played, name: str):
+    rank = FAULTS[name][0]
+    for number, seen in enumerate(played.seen["faults"]["seen"][name]):
+        first = seen["outcomes"][0]
+        if name == "a baseline that stops half-way":  # the version was committed: others have it
+            assert first.get("version") == (None if number == rank else 2)
+        else:
+            assert "error" in first
+            assert number == rank or f"rank {rank}" in first["message"]
+
+
+@pytest.mark.parametrize("name", SURVIVED)
+def test_what_a_fault_kept_back_the_next_publication_carries(played: Played, name: str, tmp_path: Path):
+    ranks = played.seen["faults"]["seen"][name]
+    is_committed = name in ("a commit whose answer is lost", "a baseline that stops half-way")
+    versions = [[outcome.get("version") for outcome in seen["outcomes"][1:]] for seen in ranks]
+    assert versions == [[3, 4] if is_committed else [2, 3]] * 3
+    assert {seen["digest"] for seen in ranks} == {digest_after(3, tmp_path)}
+
+
+def test_another_trainer_is_a_conflict_on_all_ranks(played: Played):
+    ranks = played.seen["faults"]["seen"]["another trainer"]
+    assert {outcome["error"] for seen in ranks for outcome in seen["outcomes"]} == {"VersionConflict"}
+    assert played.run("another trainer").versions() == [1, 2]
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_when_a_rank_dies_the_others_are_told_soon(played: Played, name: str):
+    dead = DEATHS[name][0]
+    ranks = played.seen["faults"]["seen"][name]
+    assert ["death" in seen for seen in ranks] == [number == dead for number in range(3)]
+    for seen in ranks:
+        if "death" not in seen:
+            errors = [outcome for outcome in seen["outcomes"] if "error" in outcome]
+            assert len(errors) >= 2, "a rank that is gone stays gone"
+            assert {error["error"] for error in errors} == {"RankFailed"}
+            assert all(f"rank {dead}" in error["message"] for error in errors)
+            assert all(outcome["seconds"] < 20 for outcome in seen["outcomes"])
+
+
+@pytest.mark.parametrize("name", [*SURVIVED, *DEATHS])
+def test_fewer_processes_continue_the_run_exactly(played: Played, name: str, tmp_path: Path):
+    after = played.seen["faults"]["resumed"][name]
+    assert after["version"] == after["found"] + 1
+    run = played.run(name)
+    assert run.versions() == list(range(1, after["version"] + 1))
+    materialize(run, played.base(name), after["version"], tmp_path / "out")
+    assert Checkpoint(tmp_path / "out").state_digest == after["digest"] == digest_after(4, tmp_path)
+
+
+def test_a_single_process_continues_what_many_began_and_the_other_way_round(played: Played, tmp_path: Path):
+    folder = played.folder("an upload that fails")
+    rows = Rows()
+    for number in range(1, 6):
+        rows.step(number)
+    single = DeltaPublisher(lambda: rows.state.items(), sync_dir=str(folder / "run"), base=folder / "base")
+    single.publish().wait()
+    assert single.state_digest == digest_after(5, tmp_path)
+    rows.step(6)
+    sharded = rows.publisher(folder)
+    assert sharded.version == single.version
+    sharded.publish()
+    assert sharded.state_digest == digest_after(6, tmp_path / "more")
+
+
+def digest_after(steps: int, scratch: Path) -> str:
+    """Return the state digest of the faults' weights after some steps."""
+    rows = Rows()
+    for number in range(1, steps + 1):
+        rows.step(number)
+    return Checkpoint(write_checkpoint(scratch / "expected", rows.state)).state_digest

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass over one rank's shards: each compared with its baseline, positions in the full tensors.
+
+As `trainer_hooks.differ`, whose threads and pieces it uses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from trainer_hooks.diff import PIECE_ELEMENTS, Piece, TensorDiff, check_dtype
+from trainer_hooks.differ import diff_pieces
+from trainer_hooks.sharded.baseline import HeldSegment, ShardBaseline
+from trainer_hooks.sharded.source import Shard, ShardSource
+from vllm_delta_snapshot.errors import SourceError
+
+__all__ = ["ShardDiffer", "ShardFingerprints"]
+
+ShardFingerprints = dict[int, Hashable]
+"""By the number of a shard, its fingerprint when it was last published."""
+
+
+class ShardDiffer:
+    """See the module. Use it once.
+
+    Args:
+        source: the weights.
+        owned: the shards that this rank publishes, by number.
+        baseline: what was published of them.
+        known: the fingerprints of the last publication.
+
+    Attributes:
+        fingerprints: those of this pass, once it is at its end.
+        seconds: how long the consumer of `diffs` waited for it.
+    """
+
+    def __init__(
+        self, source: ShardSource, owned: Mapping[int, Shard], baseline: ShardBaseline, known: ShardFingerprints
+    ) -> None:
+        self._source = source
+        self._owned = owned
+        self._baseline = baseline
+        self._known = known
+        self.fingerprints: ShardFingerprints = {}
+        self.seconds = 0.0
+
+    def diffs(self, pool: ThreadPoolExecutor | None) -> Iterator[TensorDiff]:
+        """Yield what differs, segment by segment, in the order of the source.
+
+        Args:
+            pool: threads to compare on; ``None`` for the caller's.
+
+        Raises:
+            SourceError: a shard is missing, doubled or does not fit. What was yielded must not be published.
+        """
+        started = time.monotonic()
+        for diff in diff_pieces(self._pieces(), pool):
+            self.seconds += time.monotonic() - started
+            yield diff
+            started = time.monotonic()
+        self.seconds += time.monotonic() - started
+
+    def _pieces(self) -> Iterator[Piece]:
+        missing = set(self._owned)
+        for read in self._source.read(self._owned.keys()):
+            if read.number not in self._owned:
+                continue
+            if read.number not in missing:
+                raise SourceError("a shard comes twice", tensor=self._owned[read.number].key)
+            missing.remove(read.number)
+            if read.fingerprint is not None:
+                self.fingerprints[read.number] = read.fingerprint
+                if self._known.get(read.number) == read.fingerprint:
+                    continue
+            yield from self._pieces_of(self._owned[read.number], self._baseline.of(read.number), read.load())
+        if missing:
+            raise SourceError("a shard is missing", tensor=", ".join(self._owned[n].key for n in sorted(missing)[:8]))
+
+    def _pieces_of(self, shard: Shard, segments: Sequence[HeldSegment], flat: torch.Tensor) -> Iterator[Piece]:
+        if tuple(flat.shape) != (shard.runs.size,):
+            raise SourceError(
+                "the shard has another size than when the publisher was started",
+                tensor=shard.key,
+                expected=f"{shard.runs.size} elements",
+                found=f"shape {list(flat.shape)}",
+            )
+        for held in segments:
+            check_dtype(held.spec, flat.dtype)
+            runs, size = held.segment.runs, held.bits.size
+            current = flat[held.segment.first : held.segment.first + size]
+            is_one = runs.start is not None
+            for first in range(0, size, PIECE_ELEMENTS):
+                last = first + PIECE_ELEMENTS
+                yield Piece(
+                    held.spec,
+                    first + (runs.start or 0),
+                    held.bits[first:last],
+                    current[first:last],
+                    last >= size,
+                    None if is_one else runs.to_full,
+                )
