@@ -248,7 +248,7 @@ def test_credentials_of_the_environment_show_up_nowhere(
     for faults in (
         (),
         (refused(".", ALWAYS, status=403, code="SignatureDoesNotMatch"),),
-        (Fault(Harm.CUT_REPLY, ".", ALWAYS),),
+        (Fault(Harm.LOSE_REPLY, ".", ALWAYS),),
     ):
         life.proxy.inject(*faults)
         for args in (["inspect", run.uri], ["log", run.uri], ["verify", run.uri], ["doctor", "--sync-dir", run.uri]):
