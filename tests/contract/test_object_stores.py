@@ -69,7 +69,21 @@ def store(server: ObjectServer, bucket: str, prefix: str, monkeypatch: pytest.Mo
     return open_store(f"{server.scheme}://{bucket}/{prefix}")
 
 
+@pytest.fixture
+def _one_winner(request: pytest.FixtureRequest) -> None:
+    if "[moto]" in request.node.name:
+        pytest.skip("moto compares and writes in two steps: of writers at the same moment several may win")
+
+
 class TestObjectStores(StoreContract):
+    @pytest.mark.usefixtures("_one_winner")
+    def test_threads_that_create_the_same_objects_have_one_winner_each(self, store: Store):
+        super().test_threads_that_create_the_same_objects_have_one_winner_each(store)
+
+    @pytest.mark.usefixtures("_one_winner")
+    def test_processes_that_create_the_same_objects_have_one_winner_each(self, store: Store):
+        super().test_processes_that_create_the_same_objects_have_one_winner_each(store)
+
     def test_large_object_goes_up_in_parts_and_comes_back_in_ranges(
         self, server: ObjectServer, bucket: str, prefix: str, store: Store
     ):

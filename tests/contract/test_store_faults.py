@@ -21,7 +21,14 @@ from tests.support.fault_proxy import Fault, FaultProxy, Harm, fault_proxy
 from tests.support.object_stores import SERVERS
 from tests.support.runs import assert_same_state
 from vllm_delta_snapshot.cli.app import app
-from vllm_delta_snapshot.errors import DeltaSnapshotError, ObjectNotFound, StoreError, StoreUnavailable, error_of_fields
+from vllm_delta_snapshot.errors import (
+    CorruptFile,
+    DeltaSnapshotError,
+    ObjectNotFound,
+    StoreError,
+    StoreUnavailable,
+    error_of_fields,
+)
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store, StoreConfig, open_store
 from vllm_delta_snapshot.verify_run import verify_run
@@ -277,6 +284,32 @@ def objects_of(store: Store, folder: str = "") -> list[str]:
         except ObjectNotFound:
             found += objects_of(store, key)
     return found
+
+
+@pytest.mark.parametrize("harm", ["one bit flipped", "cut off", "deleted"])
+def test_payload_damaged_at_rest_is_refused_and_taken_once_it_is_restored(
+    life: Life, harm: str, record_property: Record
+):
+    version = life.run.publish()
+    store = open_store(life.run.uri)
+    record = RunFolder(store).read_version(version)
+    key = f"{record.folder}/{RunFolder(store).read_metadata(record).files[0].name}"
+    good = store.read(key, max_bytes=1 << 24)
+    bad = {"one bit flipped": good[:-1] + bytes([good[-1] ^ 1]), "cut off": good[:-1]}.get(harm)
+    store.delete(key)
+    if bad is not None:
+        store.put(key, [memoryview(bad)])
+    fields = life.host.step()
+    assert fields is not None
+    error = error_of_fields(fields)
+    assert isinstance(error, CorruptFile)
+    assert key in str(error.file)
+    assert not life.host.is_staged(version)
+    store.delete(key)
+    store.put(key, [memoryview(good)])
+    life.check()
+    store_name = {"s3": "S3", "gs": "GCS"}[life.proxy.server.scheme]
+    record_property("fault", f"payload at rest: {harm}|{store_name}|`CorruptFile`: {error.what}")
 
 
 def test_run_that_lived_through_all_of_it_verifies_and_is_resumed(life: Life):

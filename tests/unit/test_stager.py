@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support import damage
 from tests.support.hosts import Host
+from tests.support.mounts import tmpfs
 from tests.support.runs import TinyRun, make_run
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import StageError, error_of_fields
@@ -182,3 +184,18 @@ def test_update_over_many_versions_equals_them_one_by_one(tmp_path: Path) -> Non
     host.check_update(0, 8)
     assert np.unique([len(run.history)]) == [9]
     host.workers[0].close()
+
+
+def test_full_disk_stops_staging_with_a_clear_error_and_nothing_half_done(run: TinyRun, tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", "4m") as small:
+        host = Host(run, small / "stage")
+        filler = small / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 12))
+        host.stager.step()
+        assert host.staged() == set()
+        filler.unlink()
+        host.stager.step()
+        host.check_update(0, 3)
+        host.close()
