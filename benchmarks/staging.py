@@ -3,8 +3,9 @@
 
 A real vLLM server streams tokens while three versions that change 10 % of the weights each are fetched, checked,
 decoded, merged and mapped: by the stager, a process of its own, as it is; and, side by side, the very same code in a
-thread of the worker and inside a worker RPC. Token rates are relative to those just before. Then the update is applied,
-and the longest gap between two tokens is taken of each. Progress goes to stderr, the result to stdout as one JSON
+thread of the worker and inside a worker RPC. Two controls say what any other process costs here: one that only counts,
+one that only copies memory, both at the stager's priority. Token rates are relative to those just before. Then the
+update is applied, and the longest gap between two tokens is taken of each. Progress goes to stderr, the result to stdout as one JSON
 object, a table to docs/performance.md.
 """
 
@@ -15,6 +16,7 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -38,6 +40,14 @@ WINDOW_S = 6.0
 """For how long the undisturbed rate is taken before each measurement."""
 CONTEXT: Final = 8192
 WAYS = {"process": "the stager, a process", "thread": "in a thread of the worker", "rpc": "inside a worker RPC"}
+
+CONTROLS = {
+    "counting": ("a process that only counts", "while True: pass"),
+    "copying": (
+        "a process that only copies memory",
+        "import numpy as np; a = np.zeros(1 << 26, np.uint8); b = a.copy()\nwhile True: np.copyto(b, a)",
+    ),
+}
 
 
 class StagingWorker:
@@ -87,8 +97,8 @@ def main() -> int:
 
 
 def _measure(client: ServerClient, trainer: _Trainer, folder: Path) -> dict[str, Any]:
-    rates: dict[str, list[float]] = {way: [] for way in (*WAYS, "undisturbed")}
-    gaps: dict[str, list[float]] = {way: [] for way in (*WAYS, "undisturbed", "applying")}
+    rates: dict[str, list[float]] = {way: [] for way in (*WAYS, *CONTROLS, "undisturbed")}
+    gaps: dict[str, list[float]] = {way: [] for way in (*WAYS, *CONTROLS, "undisturbed", "applying")}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     pauses: list[float] = []
     first_copy = trainer.publish_hidden(folder / "copy")
@@ -109,6 +119,10 @@ def _measure(client: ServerClient, trainer: _Trainer, folder: Path) -> dict[str,
                 gaps[way].append(during.longest_gap)
                 gaps["undisturbed"].append(before.longest_gap)
                 seconds[way].append(span[1] - span[0])
+            for control, (_, code) in CONTROLS.items():
+                before, during = _beside(stream, code)
+                rates[control].append(during.rate / before.rate)
+                gaps[control].append(during.longest_gap)
             started = time.perf_counter()
             pauses.append(sync_server(client, trainer.version).pause_s)
             gaps["applying"].append(stream.between(started, time.perf_counter()).longest_gap)
@@ -117,6 +131,8 @@ def _measure(client: ServerClient, trainer: _Trainer, folder: Path) -> dict[str,
         "token_rate_while_staging": _median(rates["process"]),
         "token_rate_in_thread": _median(rates["thread"]),
         "token_rate_in_rpc": _median(rates["rpc"]),
+        "token_rate_beside_counting": _median(rates["counting"]),
+        "token_rate_beside_copying": _median(rates["copying"]),
         "token_rate_undisturbed": _median(rates["undisturbed"]),
         "longest_gap_s": max(gaps["process"]),
         "pause_s": _median(pauses),
@@ -127,6 +143,18 @@ def _measure(client: ServerClient, trainer: _Trainer, folder: Path) -> dict[str,
         "changes": trainer.changes,
         "repetitions": REPETITIONS,
     }
+
+
+def _beside(stream: _Stream, code: str) -> tuple[_Window, _Window]:
+    """Return what comes before, and beside a process of the stager's priority that runs `code`."""
+    before = stream.window(WINDOW_S)
+    program = f"import os; os.nice(19); print(flush=True)\n{code}"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        during = stream.window(WINDOW_S)
+        other.kill()
+    return before, during
 
 
 def _stage_in_worker(client: ServerClient, way: str, copy: Path, trainer: _Trainer, root: Path) -> tuple[float, float]:
@@ -290,6 +318,10 @@ def _write_report(result: dict[str, Any]) -> None:
     rows = [
         [name, *("{:.3f} ({:.3f}-{:.3f})".format(*result[kind][way]) for kind in ("rates", "gaps_s", "seconds"))]
         for way, name in WAYS.items()
+    ]
+    rows += [
+        [name, *("{:.3f} ({:.3f}-{:.3f})".format(*result[kind][way]) for kind in ("rates", "gaps_s")), "-"]
+        for way, (name, _) in CONTROLS.items()
     ]
     undisturbed = ("{:.3f} ({:.3f}-{:.3f})".format(*result[kind]["undisturbed"]) for kind in ("rates", "gaps_s"))
     rows.append(["nothing", *undisturbed, "-"])
