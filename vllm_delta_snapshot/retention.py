@@ -41,12 +41,14 @@ class RetentionPolicy:
         keep_anchors: so many newest anchors, at least one.
         keep_anchor_every: besides, anchors of versions that are multiples of this; ``None`` for no such.
         ack_max_age_s: an acknowledgement that is older than this, and not of the newest version, holds nothing back.
+        drop_anchors: these anchors go in any case, damaged ones for instance, unless one is the only way.
     """
 
     keep_versions: int = 100
     keep_anchors: int = 2
     keep_anchor_every: int | None = None
     ack_max_age_s: float = 86400.0
+    drop_anchors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,12 @@ def plan_pruning(folder: RunFolder, policy: RetentionPolicy) -> PrunePlan:
     run_id = folder.read_run().run_id
     existing, shortcuts = folder.versions(), folder.shortcuts()
     newest = max(existing, default=0)
-    kept_anchors = _anchors_to_keep(folder, shortcuts.anchors, policy)
     held_by: list[str] = []
+    kept_anchors = _anchors_to_keep(folder, shortcuts.anchors, policy)
+    left = Shortcuts(merged=shortcuts.merged, pruned=shortcuts.pruned)
+    if policy.drop_anchors and not any(_leads(existing, start, newest, left) for start in {0, *kept_anchors}):
+        kept_anchors |= set(shortcuts.anchors)
+        held_by.append("no anchor can be dropped: one of them is the only way to the newest version")
     limit = newest - policy.keep_versions
     for name, said in sorted(read_acknowledgements(folder.store, run_id).items()):
         if said.version < limit and _is_live(said, policy.ack_max_age_s):
@@ -160,7 +166,8 @@ def _remove_recorded(store: Store, key: str, folders: Iterable[str]) -> int:
 
 def _anchors_to_keep(folder: RunFolder, anchors: Iterable[int], policy: RetentionPolicy) -> set[int]:
     """Return the anchors that stay. One that cannot be read counts for none, and goes."""
-    good = [version for version in sorted(anchors, reverse=True) if _is_whole(folder, version)]
+    wanted = set(anchors) - set(policy.drop_anchors)
+    good = [version for version in sorted(wanted, reverse=True) if _is_whole(folder, version)]
     kept = set(good[: max(1, policy.keep_anchors)])
     if policy.keep_anchor_every:
         kept |= {version for version in good if version % policy.keep_anchor_every == 0}

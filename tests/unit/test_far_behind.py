@@ -208,6 +208,7 @@ def test_damaged_anchor_is_found_out_and_nothing_is_staged(pruned: TinyRun, tmp_
         assert host.staged() == set()
         assert host.state.problem is not None
         assert "checksum" in str(host.state.problem.error["what"])
+        assert "--drop-anchor 6" in str(host.state.problem.error["hint"])
     with pytest.raises(CorruptFile, match="checksum"):
         materialize(pruned.folder, None, VERSIONS, tmp_path / "made")
 

@@ -147,6 +147,18 @@ def test_anchor_that_is_not_whole_counts_for_none(run: TinyRun, tmp_path: Path) 
     check_newest(run, tmp_path)
 
 
+def test_damaged_anchor_is_dropped_on_request_unless_it_is_the_only_way(run: TinyRun, tmp_path: Path) -> None:
+    policy = RetentionPolicy(drop_anchors=(6,))
+    prune(run.folder, plan_pruning(run.folder, policy))
+    assert anchors(run) == [2, 4]
+    prune(run.folder, plan_pruning(run.folder, RetentionPolicy(keep_versions=1, keep_anchors=1)))
+    assert (anchors(run), run.folder.pruned()) == ([4], 4)
+    plan = plan_pruning(run.folder, RetentionPolicy(drop_anchors=(4,)))
+    assert plan.anchors == ()
+    assert "only way" in plan.held_by[0]
+    check_newest(run, tmp_path)
+
+
 def test_what_losers_and_crashes_left_goes_and_what_may_be_being_written_stays(run: TinyRun) -> None:
     for name in ("00000007-deadbeef", "00000009-deadbeef"):
         (run.sync_dir / "deltas" / name).mkdir()

@@ -376,6 +376,9 @@ def prune(
     ack_max_age: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="An older acknowledgement holds nothing back.")
     ] = 86400.0,
+    drop_anchor: Annotated[
+        list[int] | None, typer.Option(min=1, metavar="N", help="Also delete this anchor, a damaged one for instance.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do it; without this only what would go is shown.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -383,7 +386,7 @@ def prune(
     from vllm_delta_snapshot.cli import maintain as verb
     from vllm_delta_snapshot.retention import RetentionPolicy
 
-    policy = RetentionPolicy(keep_versions, keep_anchors, keep_anchor_every, ack_max_age)
+    policy = RetentionPolicy(keep_versions, keep_anchors, keep_anchor_every, ack_max_age, tuple(drop_anchor or ()))
     verb.run_prune(sync_dir, policy, is_real=yes, as_json=as_json)
 
 

@@ -26,7 +26,17 @@ def fetch_anchor(folder: RunFolder, record: AnchorRecord, target: Path) -> Check
         StageError: the local disk failed.
     """
     run = folder.read_run()
-    fetch(folder.store, record, folder.read_anchor_metadata(record), target)
+    try:
+        fetch(folder.store, record, folder.read_anchor_metadata(record), target)
+    except CorruptFile as error:
+        hint = f"Delete it: delta-snapshot prune {folder.store.uri} --drop-anchor {record.version} --yes"
+        raise CorruptFile(
+            f"the anchor of version {record.version} is damaged: {error.what}",
+            file=error.file,
+            expected=error.expected,
+            found=error.found,
+            hint=hint,
+        ) from error
     checkpoint = Checkpoint(target)
     checkpoint.check_fits(dict(run.specs()), what=f"run {run.run_id}")
     expected = folder.read_version(record.version).state_digest
@@ -36,6 +46,6 @@ def fetch_anchor(folder: RunFolder, record: AnchorRecord, target: Path) -> Check
             file=f"{folder.store.uri}/{record.folder}",
             expected=f"state digest {expected}",
             found=f"state digest {checkpoint.state_digest}",
-            hint="Delete it: delta-snapshot prune --anchor <version> <sync_dir>; the chain does without.",
+            hint=f"Delete it: delta-snapshot prune {folder.store.uri} --drop-anchor {record.version} --yes",
         )
     return checkpoint
