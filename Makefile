@@ -32,8 +32,10 @@ demo: $(STAMPS)/engine $(STAMPS)/demo  ## Train a real model while a real vLLM e
 	$(BIN)/python -m examples.grpo_arithmetic
 
 test: $(STAMPS)/engine $(STAMPS)/adapters  ## All tests, on real vLLM engines and object stores (about 29 minutes on 2 cores)
-	$(BIN)/python -m pytest tests -m "not vllm" -n $(WORKERS) --dist loadfile
-	$(BIN)/python -m pytest tests/vllm
+	@failed=0; set -x; \
+	$(BIN)/python -m pytest tests -m "not vllm" -n $(WORKERS) --dist loadfile || failed=1; \
+	$(BIN)/python -m pytest tests/vllm || failed=1; \
+	exit $$failed
 
 test-fast: $(STAMPS)/base  ## The tests that need no vLLM (about 4 minutes on 2 cores)
 	$(BIN)/python -m pytest tests -m "not vllm and not servers" -n $(WORKERS) --dist loadfile
