@@ -204,12 +204,12 @@ def test_staging_that_fails_says_why_and_goes_on_by_itself(
 def test_pauses_between_attempts_are_drawn_by_chance(life: Life):
     store = open_store(life.run.uri)
     pauses = []
-    for _ in range(4):
+    for _ in range(8):  # the vendors draw from 50 ms on: that eight lie within 5 ms of each other is one in a million
         life.proxy.inject(refused("run.json"))
         store.size("run.json")
         first, second = life.proxy.times_of("run.json")
         pauses.append(second - first)
-    assert max(pauses) - min(pauses) > 0.01
+    assert max(pauses) - min(pauses) > 0.005
 
 
 def test_upload_in_parts_survives_lost_answers_and_cut_connections(life: Life, record_property: Record):
