@@ -28,16 +28,16 @@ help:  ## Show this list
 
 setup: $(STAMPS)/engine $(STAMPS)/adapters $(STAMPS)/demo  ## Make .venv with everything, the CPU engine included
 
-demo: $(STAMPS)/engine $(STAMPS)/demo  ## Train a real model while a real vLLM engine takes each step's delta (about 6 minutes)
+demo: $(STAMPS)/engine $(STAMPS)/demo  ## Train a real model while a real vLLM engine takes each step's delta (about 4 minutes)
 	$(BIN)/python -m examples.grpo_arithmetic
 
-test: $(STAMPS)/engine $(STAMPS)/adapters  ## All tests, on real vLLM engines and object stores (about 29 minutes on 2 cores)
+test: $(STAMPS)/engine $(STAMPS)/adapters  ## All tests, on real vLLM engines and object stores (about 24 minutes on 2 cores)
 	@failed=0; set -x; \
 	$(BIN)/python -m pytest tests -m "not vllm" -n $(WORKERS) --dist loadfile || failed=1; \
 	$(BIN)/python -m pytest tests/vllm || failed=1; \
 	exit $$failed
 
-test-fast: $(STAMPS)/base  ## The tests that need no vLLM (about 4 minutes on 2 cores)
+test-fast: $(STAMPS)/base  ## The tests that need no vLLM and no servers (about 4 minutes on 2 cores)
 	$(BIN)/python -m pytest tests -m "not vllm and not servers" -n $(WORKERS) --dist loadfile
 
 test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION=0.31.0 (makes a .venv-vllm-... of its own)
