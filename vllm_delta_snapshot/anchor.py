@@ -19,13 +19,13 @@ import xxhash
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.delta_folder import TOOL, utc_now
-from vllm_delta_snapshot.errors import CorruptFile, ObjectExists, StoreUnavailable
+from vllm_delta_snapshot.errors import CorruptFile
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.anchor import AnchorMetadata, AnchorRecord
 from vllm_delta_snapshot.format.metadata import FileEntry
 from vllm_delta_snapshot.materialize import PROVENANCE_NAME, materialize
-from vllm_delta_snapshot.retention import remove_folder
 from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.shortcut import commit_shortcut
 from vllm_delta_snapshot.store import Store
 
 __all__ = ["AnchorReport", "write_anchor"]
@@ -80,7 +80,7 @@ def write_anchor(
         StoreError, StoreUnavailable: it was not written, or it is not known whether it was; do it again.
     """
     if version in folder.shortcuts().anchors:
-        return _report(folder, folder.read_anchor(version), existed=True)
+        return _of_another(folder, folder.read_anchor(version))
     run_id = folder.read_run().run_id
     publication_id = uuid.uuid4().hex
     target = layout.anchor_folder(version, publication_id)
@@ -109,22 +109,12 @@ def write_anchor(
         state_digest=made.state_digest,
         created_at=utc_now(),
     )
-    return _commit(folder, record)
-
-
-def _commit(folder: RunFolder, record: AnchorRecord) -> AnchorReport:
-    """Make the anchor appear; or find that another's has, which is the same."""
-    try:
-        folder.store.create(layout.anchor_key(record.version), record.to_json())
-    except (ObjectExists, StoreUnavailable) as error:
-        if isinstance(error, StoreUnavailable) and record.version not in folder.shortcuts().anchors:
-            raise
-        found = folder.read_anchor(record.version)
-        if found.publication_id != record.publication_id:
-            remove_folder(folder.store, record.folder)
-            return _report(folder, found, existed=True)
-    logger.info("anchored version=%d bytes=%d", record.version, record.payload_bytes)
-    return _report(folder, record)
+    key = layout.anchor_key(version)
+    found = commit_shortcut(folder.store, key, record, lambda: folder.read_anchor(version))
+    if found.publication_id != publication_id:
+        return _of_another(folder, found)
+    logger.info("anchored version=%d bytes=%d", version, record.payload_bytes)
+    return AnchorReport(version, record.payload_bytes, len(files), target)
 
 
 def _upload(store: Store, target: str, source: Path, progress: Progress | None) -> tuple[FileEntry, ...]:
@@ -159,6 +149,6 @@ def _blocks(path: Path, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
             yield memoryview(block)
 
 
-def _report(folder: RunFolder, record: AnchorRecord, *, existed: bool = False) -> AnchorReport:
+def _of_another(folder: RunFolder, record: AnchorRecord) -> AnchorReport:
     files = len(folder.read_anchor_metadata(record).files)
-    return AnchorReport(record.version, record.payload_bytes, files, record.folder, existed)
+    return AnchorReport(record.version, record.payload_bytes, files, record.folder, existed=True)

@@ -17,13 +17,14 @@ import xxhash
 
 from vllm_delta_snapshot.chain import plan_chain
 from vllm_delta_snapshot.delta_folder import DigestedChange, Lineage, WriterNotes, utc_now, write_delta_folder
-from vllm_delta_snapshot.errors import CorruptFile, ObjectExists, OutOfOrder, StoreUnavailable
+from vllm_delta_snapshot.errors import CorruptFile, OutOfOrder
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.choose import encoding_for
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.version import DeltaRecord, MergedRecord
 from vllm_delta_snapshot.retention import remove_folder
 from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.shortcut import commit_shortcut
 from vllm_delta_snapshot.stage.assemble import assemble_forward
 from vllm_delta_snapshot.stage.merge import fold
 from vllm_delta_snapshot.stage.replay import opened_version
@@ -121,31 +122,18 @@ def compact(folder: RunFolder, base_version: int, version: int) -> CompactReport
         state_digest=plan.state_digest,
         created_at=utc_now(),
     )
-    return _commit(folder, record, plan.steps)
-
-
-def _commit(folder: RunFolder, record: MergedRecord, steps: Sequence[DeltaRecord]) -> CompactReport:
-    """Make the merged delta appear; or find that another's has, which comes to the same."""
-    try:
-        folder.store.create(layout.merged_key(record.base_version, record.version), record.to_json())
-    except (ObjectExists, StoreUnavailable) as error:
-        if (
-            isinstance(error, StoreUnavailable)
-            and (record.base_version, record.version) not in folder.shortcuts().merged
-        ):
-            raise
-        found = folder.read_merged(record.base_version, record.version)
-        if found.publication_id != record.publication_id:
-            remove_folder(folder.store, record.folder)
-            return _report(found, steps, existed=True)
-    logger.info(
-        "merged base=%d version=%d deltas=%d bytes=%d",
-        record.base_version,
-        record.version,
-        len(steps),
-        record.payload_bytes,
-    )
-    return _report(record, steps)
+    key = layout.merged_key(base_version, version)
+    found = commit_shortcut(folder.store, key, record, lambda: folder.read_merged(base_version, version))
+    existed = found.publication_id != publication_id
+    if not existed:
+        logger.info(
+            "merged base=%d version=%d deltas=%d bytes=%d",
+            base_version,
+            version,
+            len(plan.steps),
+            record.payload_bytes,
+        )
+    return _report(found, plan.steps, existed=existed)
 
 
 def _each(folder: RunFolder, steps: Sequence[DeltaRecord], metadata: list[DeltaMetadata]) -> Iterator[list[Change]]:
