@@ -9,6 +9,7 @@ over a gloo group of their own: no collective, and never a weight. A process tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ __all__ = ["Ranks"]
 logger = logging.getLogger(__name__)
 
 JSON = Any
+
+T = TypeVar("T")
 
 _HINT: Final = "Start the trainer again; it continues the run."
 
@@ -88,11 +91,61 @@ class Ranks:
             raise error
         return answers
 
+    def all_do(self, work: Callable[[], T]) -> T:
+        """Let every rank work; if one fails, all do. Collective; blocks until all have ended.
+
+        Returns:
+            What this rank's `work` returned.
+
+        Raises:
+            RankFailed, DeltaSnapshotError, Exception: see `round`.
+        """
+        results: list[T] = []
+        self.round(lambda: results.append(work()), lambda _: None)
+        return results[0]
+
+    def first_does(self, work: Callable[[], T], *, once: Callable[[], object] = lambda: None) -> T | None:
+        """Let rank 0 work while the others wait; if it fails, all do. Collective; blocks.
+
+        Args:
+            work: what to do; only rank 0's is called.
+            once: what every rank does before, which may fail.
+
+        Returns:
+            On rank 0 what `work` returned, elsewhere ``None``.
+
+        Raises:
+            RankFailed, DeltaSnapshotError, Exception: see `round`.
+        """
+        results: list[T] = []
+
+        def before() -> None:
+            once()
+
+        self.round(before, lambda _: results.append(work()))
+        return results[0] if results else None
+
+    def leave(self, why: str) -> None:
+        """Take part no more, and have the others learn it at their next round. Not collective; does not block.
+
+        Args:
+            why: what to tell them, after this rank's name.
+        """
+        if self._lost is not None or self.size == 1:
+            return
+        self._lost = f"rank {self.rank} {why}"
+        self._number += 1
+        said = {"error": RankFailed(why, hint=_HINT).to_fields(), "is_gone": True, "is_interrupted": True}
+        message = _failure([0], said, is_lost=True) if self.rank == 0 else said
+        for rank in range(1, self.size) if self.rank == 0 else (0,):
+            with contextlib.suppress(RuntimeError):  # who is gone need not hear it
+                self._send(rank, message, is_awaited=False)
+
     def _lead(self, result: JSON, error: BaseException | None, decide: Callable[[list[JSON]], Any]) -> JSON:
         heard = [_said(result, error), *self._hear_all()]
         for rank, said in enumerate(heard):
             if said.get("is_interrupted"):
-                self._lost = f"rank {rank} was interrupted"
+                self._lost = f"rank {rank} {said['error']['what'] if said.get('is_gone') else 'was interrupted'}"
         failed = [rank for rank, said in enumerate(heard) if "error" in said]
         if failed:
             self._answer([_failure(failed, heard[failed[0]], is_lost=self._lost is not None)] * self.size)
