@@ -157,11 +157,11 @@ DEATHS: dict[str, tuple[int, Arm]] = {
 }
 
 
-def attempt(publisher: ShardedPublisher) -> dict[str, Any]:
-    """Publish; say what came of it and how long it took."""
+def attempt(call: Callable[[], Any]) -> dict[str, Any]:
+    """Publish, or do something else; say which version came of it, or which error, and how long it took."""
     started = time.monotonic()
     try:
-        outcome: dict[str, Any] = {"version": publisher.publish().version}
+        outcome: dict[str, Any] = {"version": call().version}
     except Exception as error:  # noqa: BLE001
         outcome = {"error": type(error).__name__, "message": str(error)}
     return outcome | {"seconds": time.monotonic() - started}
@@ -179,9 +179,9 @@ def fault(folder: Path, rank: int, arm: Arm) -> dict[str, Any]:
     rows.step(2)
     if dist.get_rank() == rank:
         arm(publisher, rows)
-    outcomes = [attempt(publisher)]
+    outcomes = [attempt(publisher.publish)]
     rows.step(3)
-    outcomes += [attempt(publisher), attempt(publisher)]
+    outcomes += [attempt(publisher.publish), attempt(publisher.publish)]
     return {"outcomes": outcomes, "digest": publisher.state_digest}
 
 

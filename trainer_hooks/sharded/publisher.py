@@ -198,6 +198,14 @@ class ShardedPublisher(BasePublisher):
         """
         return self._ranks.first_does(work, once=publication.wait)
 
+    def any_rank(self, is_so: bool) -> bool:
+        """Say whether something is so on any rank. Collective; blocks until all have said.
+
+        Raises:
+            RankFailed: another rank is gone.
+        """
+        return bool(self._ranks.round(lambda: is_so, any))
+
     def _publish(self, step: int | None, metrics: Mapping[str, float] | None, *, may_skip: bool) -> Publication:
         started = time.monotonic()
         begun = self._ranks.round(
@@ -250,7 +258,7 @@ class ShardedPublisher(BasePublisher):
         return False  # that is asked of all ranks, by the next call
 
     def _agree(self, is_needed: bool) -> bool:
-        return bool(self._ranks.round(lambda: is_needed, lambda said: {"is_needed": any(said)})["is_needed"])
+        return self.any_rank(is_needed)
 
     def _leave(self) -> None:
         self._ranks.leave("has closed its publisher")

@@ -32,6 +32,9 @@ JSON = Any
 
 T = TypeVar("T")
 
+_LAST_WORDS: Final[list[object]] = []
+"""What ranks that left have said: to let go of it before it is heard would take it back."""
+
 _HINT: Final = "Start the trainer again; it continues the run."
 
 
@@ -50,7 +53,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0) -> None:
         self._lost: str | None = None
         self._timeout_s = timeout_s
-        self._silent: int | None = None
+        self._deaf: set[int] = set()  # who does not listen any more, or may not
         self._unheard: list[tuple[dist.Work | None, torch.Tensor]] = []
         self._number = 0
         if not dist.is_initialized():
@@ -140,11 +143,13 @@ class Ranks:
         for rank in range(1, self.size) if self.rank == 0 else (0,):
             with contextlib.suppress(RuntimeError):  # who is gone need not hear it
                 self._send(rank, message, is_awaited=False)
+        _LAST_WORDS.extend(self._unheard)
 
     def _lead(self, result: JSON, error: BaseException | None, decide: Callable[[list[JSON]], Any]) -> JSON:
         heard = [_said(result, error), *self._hear_all()]
         for rank, said in enumerate(heard):
             if said.get("is_interrupted"):
+                self._deaf.add(rank)
                 self._lost = f"rank {rank} {said['error']['what'] if said.get('is_gone') else 'was interrupted'}"
         failed = [rank for rank, said in enumerate(heard) if "error" in said]
         if failed:
@@ -197,8 +202,8 @@ class Ranks:
             try:
                 heard.append(said.get(timeout=max(0.0, deadline - time.monotonic())))
             except queue.Empty:
-                self._silent = len(heard) + 1
-                heard.append(self._silence(self._silent, f"did not answer within {self._timeout_s:g} s"))
+                self._deaf.add(len(heard) + 1)
+                heard.append(self._silence(len(heard) + 1, f"did not answer within {self._timeout_s:g} s"))
                 break
         return heard
 
@@ -219,7 +224,7 @@ class Ranks:
         for rank in range(1, self.size):
             try:
                 # Who says nothing may not listen either; if it was only slow, it will be told.
-                self._send(rank, answers[rank], is_awaited=rank != self._silent)
+                self._send(rank, answers[rank], is_awaited=rank not in self._deaf)
             except RuntimeError as gone:
                 # What was decided stands; that this one is gone is for the next round to say.
                 logger.warning("rank %d is gone: %s", rank, gone)
