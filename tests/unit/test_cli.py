@@ -205,6 +205,9 @@ def test_verify_of_a_good_run_has_the_documented_fields(pristine: TinyRun):
         "pruned_up_to": 0,
         "anchors": 0,
         "merged": 0,
+        "is_deep": False,
+        "newest_proven": None,
+        "not_checked": [],
     }
     assert snapshot_of(pristine.sync_dir) == before
 

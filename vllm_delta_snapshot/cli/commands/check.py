@@ -25,7 +25,22 @@ def verify(
         ),
     ] = None,
     base: Annotated[
-        Path | None, typer.Option(help="With deltas of SkyRL or OpenRL: the checkpoint that they start from.")
+        Path | None,
+        typer.Option(
+            help="With --deep: the base checkpoint of the run; by default where the trainer says it was. With deltas "
+            "of SkyRL or OpenRL: the checkpoint that they start from."
+        ),
+    ] = None,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep",
+            help="Also take a copy of the base through every version, recompute every digest, and compare anchors and "
+            "merged deltas with it. Needs local disk for one checkpoint, for two if there are anchors.",
+        ),
+    ] = False,
+    scratch: Annotated[
+        Path | None, typer.Option(help="With --deep: a local folder with room; by default the temp folder.")
     ] = None,
     server: Annotated[
         str | None, typer.Option(metavar="URL", help="Compare the live weights of this vLLM server instead.")
@@ -47,12 +62,12 @@ def verify(
         raise typer.BadParameter("give either SYNC_DIR or --server URL")
     if version is not None and server is None:
         raise typer.BadParameter("--version goes with --server; a run is verified as a whole")
-    if server is not None and base is not None:
-        raise typer.BadParameter("--base goes with deltas of SkyRL or OpenRL; a server is compared with its own run")
+    if server is not None and (base is not None or deep or scratch is not None):
+        raise typer.BadParameter("--server goes without --base, --deep, --scratch: a server has its own run")
     if server is not None:
         verb.run_server(server, version, as_json=as_json)
     elif targets:
-        verb.run(targets, base, as_json=as_json)
+        verb.run(targets, base, is_deep=deep, scratch=scratch, as_json=as_json)
 
 
 @app.command(short_help="Say what is in the way of updates here.")
