@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,10 +46,11 @@ class Reading:
     def __post_init__(self) -> None:
         self.blocks = blocks_of(self.page)
         self.desk: Desk = self.world.desk(self.page)
+        paths = [str(self.world.commands), f"{sys.prefix}/bin", os.environ["PATH"]]
         self.shell = Shell(
             self.desk.here,
             self.desk.here / ".state",
-            {"PATH": f"{self.desk.here}/.venv/bin{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+            {"PATH": os.pathsep.join(paths), "PYTHONPATH": str(ROOT)},
         )
 
     def read(self, block: Block) -> None:

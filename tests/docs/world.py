@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.docs.blocks import Block
+from tests.docs.quick import quick_command
 from tests.docs.tiny import batch_of, make_tiny_model, write_tiny_checkpoint
 from tests.support.object_stores import ObjectServer, fake_gcs, free_port, ministack
 from trainer_hooks import DeltaPublisher
@@ -89,6 +89,11 @@ class World:
     def _gs(self) -> ObjectServer:
         return self.stack.enter_context(fake_gcs(self.folder / "gcs.log"))
 
+    @cached_property
+    def commands(self) -> Path:
+        """A folder with the command, which is forked instead of started: see `quick_command`."""
+        return self.stack.enter_context(quick_command(self.folder / "venv"))
+
     def desk(self, page: str) -> Desk:
         """Return a place for the blocks of a page."""
         name = re.sub(r"\W", "-", page)
@@ -102,7 +107,7 @@ class World:
         desk = Desk(self, root, self.folder / f"at-{name}")
         desk.here.mkdir()
         shutil.copytree(self.demo, desk.here / "demo_out", symlinks=True)
-        (desk.here / ".venv").symlink_to(sys.prefix)
+        (desk.here / ".venv").symlink_to(self.commands.parent)
         return desk
 
 
