@@ -11,25 +11,15 @@ from collections.abc import Callable
 
 from trainer_hooks.background import Task
 from trainer_hooks.publication import Publication, PublishReport
-from trainer_hooks.published import Published
-from trainer_hooks.resume import PublishedState
 from trainer_hooks.writing import Writing
-from vllm_delta_snapshot.store import Store
 
 __all__ = ["Turns"]
 
 
 class Turns:
-    """See the module. Belongs to the publisher's thread.
+    """See the module. Belongs to the publisher's thread."""
 
-    Args:
-        published: what moves with every turn.
-        reopen: opens the run again, where a move to a version was broken off.
-    """
-
-    def __init__(self, published: Published, reopen: Callable[[], PublishedState]) -> None:
-        self._published = published
-        self._reopen = reopen
+    def __init__(self) -> None:
         self._task: Task[PublishReport] | None = None
 
     @property
@@ -38,7 +28,7 @@ class Turns:
         return self._task is not None and not self._task.join(0)
 
     def take(self, writing: Writing, *, is_asynchronous: bool) -> Publication:
-        """Begin a publication, after `settle`. Blocks until its diff is made, or until its commit.
+        """Begin a publication, after `ended` or `settle`. Blocks until its diff is made, or until its commit.
 
         Raises:
             DeltaSnapshotError: the diff failed; or, if it is not asynchronous, anything else.
@@ -53,15 +43,24 @@ class Turns:
             raise
         return Publication(writing.version, task)
 
-    def settle(self, store: Store) -> None:
-        """Wait for the publication before, find out what became of it, and raise what nobody was told yet. Blocks."""
-        error = None
-        if self._task is not None:
-            self._task.join()
-            error = self._task.hush()
-            self._task = None
+    def ended(self) -> BaseException | None:
+        """Wait for the publication before, and forget it; return what nobody was told yet, but now is. Blocks."""
+        if self._task is None:
+            return None
+        self._task.join()
+        error = self._task.hush()
+        self._task = None
+        return error
+
+    def settle(self, find_out: Callable[[], bool]) -> None:
+        """Wait for the publication before, find out what became of it, and raise what nobody was told yet. Blocks.
+
+        Args:
+            find_out: says whether an earlier commit, whose answer never came, was made.
+        """
+        error = self.ended()
         try:
-            is_committed = self._published.settle(store, self._reopen)
+            is_committed = find_out()
         except Exception as unsettled:
             if error is None or error is unsettled:
                 raise
@@ -69,7 +68,7 @@ class Turns:
         if error is not None and not is_committed:
             raise error
 
-    def drain(self, store: Store, timeout_s: float | None) -> None:
+    def drain(self, find_out: Callable[[], bool], timeout_s: float | None) -> None:
         """Wait until nothing is under way, and raise what nobody was told yet. Blocks.
 
         Raises:
@@ -78,7 +77,7 @@ class Turns:
         if self._task is not None:
             self._task.expect_end(timeout_s)
             if not self._task.is_told:
-                self.settle(store)
+                self.settle(find_out)
 
     def abandon(self) -> None:
         """Have what is under way stop before its commit; does not wait for that."""

@@ -1,33 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """One publication, from the diff to the moved baseline: all in the caller's thread, or all but the diff behind it.
 
-Invariant: what runs behind the caller reads the differences that it is handed, and never the trainer's tensors.
+What is written, and who commits it, is the subclass's. Invariant: what runs behind the caller reads the differences
+that it is handed, and never the trainer's tensors.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from trainer_hooks.background import Feed, Task
 from trainer_hooks.diff import TensorDiff
-from trainer_hooks.differ import Differ
-from trainer_hooks.kept import KeptChanges
 from trainer_hooks.observers import PublishObserver, tell
 from trainer_hooks.publication import PublishReport
-from trainer_hooks.publish import write_publication
-from trainer_hooks.published import Attempt, Published
-from vllm_delta_snapshot.delta_folder import DigestedChange, WriterNotes
+from vllm_delta_snapshot.delta_folder import WriterNotes
 from vllm_delta_snapshot.errors import DeltaSnapshotError, NotPublished
-from vllm_delta_snapshot.format.choose import choose
 from vllm_delta_snapshot.ordered import thread_pool
-from vllm_delta_snapshot.store import Store
 
-__all__ = ["Writing", "WritingRules", "default_buffer_bytes"]
+__all__ = ["Comparison", "Writing", "WritingRules", "default_buffer_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,41 +66,42 @@ def default_buffer_bytes(checkpoint_bytes: int) -> int:
     return max(_LEAST_BUFFER_BYTES, checkpoint_bytes // _BUFFER_SHARE)
 
 
-class Writing:
+class Comparison(Protocol):
+    """A pass over what is published: `Differ`, or of one rank of several `ShardDiffer`.
+
+    Attributes:
+        seconds: how long the consumer of `diffs` waited for it.
+    """
+
+    seconds: float
+
+    def diffs(self, pool: ThreadPoolExecutor | None) -> Iterator[TensorDiff]:
+        """Yield what differs; on threads of the pool, if there is one."""
+        ...
+
+
+class Writing(ABC):
     """See the module. Use it once.
 
     Args:
         rules: what all have in common.
-        store: the run's store.
-        published: what is compared with, and moves with the commit. Left alone by everybody else until the end.
         differ: the comparison.
         notes: what to record beside.
+        version: the version that it makes.
         started: when the publisher was called, in `time.monotonic` seconds.
     """
 
     def __init__(
-        self,
-        rules: WritingRules,
-        store: Store,
-        published: Published,
-        differ: Differ,
-        notes: WriterNotes,
-        started: float,
+        self, rules: WritingRules, differ: Comparison, notes: WriterNotes, *, version: int, started: float
     ) -> None:
         self._rules = rules
-        self._store = store
-        self._published = published
         self._differ = differ
         self._notes = notes
+        self.version = version
         self._started = started
         self._blocked_s: float | None = None
         self._feed = Feed(rules.buffer_bytes)
-        self._lineage = published.lineage(rules.run_id, rules.total_elements)
-
-    @property
-    def version(self) -> int:
-        """The version that it makes."""
-        return self._lineage.version
+        self._misread: BaseException | None = None
 
     def here(self) -> PublishReport:
         """Do all of it in this thread. Blocks until the commit.
@@ -143,6 +140,7 @@ class Writing:
             self._blocked_s = time.monotonic() - self._started
             self._feed.close()
         except BaseException as error:
+            self._misread = error
             self._feed.give_up()
             self._tell_failed(error)
             raise
@@ -155,58 +153,42 @@ class Writing:
         `check` raises when it is no longer wanted, at the latest before the commit.
         """
         try:
-            report = self._write_and_commit(diffs, pool, check)
+            report = self._write_and_commit(_until(check, diffs), pool, check)
         except BaseException as error:
             self._tell_failed(error)
             raise
-        tell(self._rules.observers, lambda observer: observer.published(report, self._notes.step, self._notes.metrics))
+        if self._is_told_of:
+            self._tell(report)
         return report
 
-    def _tell_failed(self, error: BaseException) -> None:
-        # One that was given up did not fail, and of a diff that failed the thread that waits for it knows no reason.
-        if isinstance(error, DeltaSnapshotError) and not isinstance(error, NotPublished):
-            tell(self._rules.observers, lambda observer: observer.failed(error))
-
+    @abstractmethod
     def _write_and_commit(
         self, diffs: Iterable[TensorDiff], pool: ThreadPoolExecutor | None, check: Callable[[], None]
     ) -> PublishReport:
-        kept = KeptChanges()
-        record = write_publication(
-            self._store,
-            self._lineage,
-            (self._digested(diff) for diff in _until(check, diffs)),
-            lambda: replace(self._notes, diff_s=self._differ.seconds),
-            keep=kept.add,
-            pool=pool,
-            max_file_bytes=self._rules.max_file_bytes,
-        )
-        check()
-        self._published.commit(self._store, Attempt(record, kept, self._differ.fingerprints))
-        total_s = time.monotonic() - self._started
-        report = PublishReport(
-            run_id=self._rules.run_id,
-            version=record.version,
-            changed_elements=record.changed_elements,
-            total_elements=self._rules.total_elements,
-            changed_tensors=self._differ.changed_tensors,
-            payload_bytes=record.payload_bytes,
-            checkpoint_bytes=self._rules.checkpoint_bytes,
-            folder=record.folder,
-            diff_s=self._differ.seconds,
-            total_s=total_s,
-            blocked_s=total_s if self._blocked_s is None else self._blocked_s,
-        )
+        """Encode, write, commit, and move the baseline."""
+
+    @property
+    def _is_told_of(self) -> bool:
+        """Whether this process is the one to tell of what was published."""
+        return True
+
+    def _tell(self, report: PublishReport) -> None:
         report.log()
         for told in self._rules.on_commit:
             try:
                 told(report)
             except Exception:  # the version is out, whatever they make of it
                 logger.exception("after version=%d", report.version)
-        return report
+        tell(self._rules.observers, lambda observer: observer.published(report, self._notes.step, self._notes.metrics))
 
-    def _digested(self, diff: TensorDiff) -> DigestedChange:
-        chosen = choose(self._rules.encoding, diff.spec, diff.positions, diff.old, diff.new)
-        return DigestedChange(chosen.change, diff.old_digest, diff.new_digest, chosen.encoding)
+    def _tell_failed(self, error: BaseException) -> None:
+        # One that was given up did not fail, and of a diff that failed the thread that waits for it knows no reason.
+        if self._is_told_of and isinstance(error, DeltaSnapshotError) and not isinstance(error, NotPublished):
+            tell(self._rules.observers, lambda observer: observer.failed(error))
+
+    def _blocked(self, total_s: float) -> float:
+        """Return for how many seconds the caller was held up: all of them, if it made the commit itself."""
+        return total_s if self._blocked_s is None else self._blocked_s
 
 
 def _until(check: Callable[[], None], diffs: Iterable[TensorDiff]) -> Iterator[TensorDiff]:

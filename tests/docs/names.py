@@ -14,7 +14,7 @@ import torch
 
 from tests.docs.tiny import TinyModel, batch_of, make_tiny_model
 from tests.docs.world import Desk
-from trainer_hooks import DeltaPublisher
+from trainer_hooks import DeltaPublisher, ShardedPublisher
 from vllm_delta_snapshot.drive import ServerClient
 
 Namespace = dict[str, Any]
@@ -34,14 +34,14 @@ def prepare(names: Iterable[str], namespace: Namespace, desk: Desk) -> None:
 def settle(namespace: Namespace) -> None:
     """Wait for what publishers do behind a block, and have their failures raised."""
     for value in namespace.values():
-        if isinstance(value, DeltaPublisher):
+        if isinstance(value, DeltaPublisher | ShardedPublisher):
             value.drain(60)
 
 
 def clear(namespace: Namespace) -> None:
     """End what the blocks of a page have left open."""
     for value in namespace.values():
-        if isinstance(value, DeltaPublisher):
+        if isinstance(value, DeltaPublisher | ShardedPublisher):
             value.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

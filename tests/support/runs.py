@@ -176,7 +176,7 @@ def forge_difference(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> str:
         return replace(chosen, change=replace(chosen.change, values=chosen.change.values + np.uint16(1)))
 
     with monkeypatch.context() as patched:
-        patched.setattr("trainer_hooks.writing.choose", forged)
+        patched.setattr("trainer_hooks.whole_writing.choose", forged)
         publisher.publish()
     return name
 

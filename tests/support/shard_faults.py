@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.support.checkpoints import write_checkpoint
 from tests.support.shards import _poke
 from trainer_hooks import PartialTensor, ShardedPublisher
+from trainer_hooks.sharded.baseline import ShardBaseline
 from vllm_delta_snapshot.errors import StoreError, StoreUnavailable
 
 SHAPES = {"model.a": (11, 6), "model.b": (5,), "model.c": (4, 3), "model.d": (40, 2)}
@@ -46,10 +47,15 @@ class Rows:
             start, stop = tensor.shape[0] * rank // size, tensor.shape[0] * (rank + 1) // size
             yield PartialTensor(name, tensor[start:stop], (start, *(0,) * (tensor.dim() - 1)))
 
-    def publisher(self, folder: Path, *, timeout_s: float = 30.0) -> ShardedPublisher:
+    def publisher(self, folder: Path, *, timeout_s: float = 30.0, **options: Any) -> ShardedPublisher:
         """Return a publisher into the run of `folder`."""
         return ShardedPublisher(
-            self.export, sync_dir=str(folder / "run"), base=folder / "base", threads=1, timeout_s=timeout_s
+            self.export,
+            sync_dir=str(folder / "run"),
+            base=folder / "base",
+            threads=1,
+            timeout_s=timeout_s,
+            **{"asynchronous": False} | options,
         )
 
 
@@ -119,6 +125,10 @@ def _hang(*_: Any) -> None:
     signal.pause()
 
 
+def _held(publisher: ShardedPublisher) -> ShardBaseline:
+    return publisher._published.baseline
+
+
 Arm = Callable[[ShardedPublisher, Rows], None]
 
 FAULTS: dict[str, tuple[int, Arm]] = {
@@ -127,7 +137,10 @@ FAULTS: dict[str, tuple[int, Arm]] = {
     "an upload that fails": (2, lambda p, _: once(p._store, "put", partial(_raise, StoreUnavailable("disk full")))),
     "a commit that fails": (0, lambda p, _: once(p._store, "create", partial(_raise, StoreError("no")))),
     "a commit whose answer is lost": (0, lambda p, _: once(p._store, "create", partial(_lose_answer, p))),
-    "a baseline that stops half-way": (1, lambda p, _: once(p._baseline, "advance", partial(_raise, MemoryError()))),
+    "a baseline that stops half-way": (
+        1,
+        lambda p, _: once(p._published.baseline, "advance", partial(_raise, MemoryError())),
+    ),
     "another trainer": (0, lambda p, _: once(p._store, "create", _other_first)),
 }
 """By name: on which rank, and what sets it up."""
@@ -136,7 +149,7 @@ DEATHS: dict[str, tuple[int, Arm]] = {
     "rank 1 at the start": (1, lambda p, _: once(p._ranks, "_send", _die)),
     "rank 1 while it writes": (1, lambda p, _: once(p._store, "put", _die)),
     "rank 2 when it has written": (2, lambda p, _: once(p._store, "put", _die_after)),
-    "rank 1 before it hears the outcome": (1, lambda p, _: once(p._baseline, "advance", _die)),
+    "rank 1 before it hears the outcome": (1, lambda p, _: once(_held(p), "advance", _die)),
     "rank 1 falls silent": (1, lambda p, _: once(p._store, "put", _hang)),
     "rank 0 while it writes": (0, lambda p, _: once(p._store, "put", _die)),
     "rank 0 before the commit": (0, lambda p, _: once(p._store, "create", _die)),
@@ -144,11 +157,11 @@ DEATHS: dict[str, tuple[int, Arm]] = {
 }
 
 
-def attempt(publisher: ShardedPublisher) -> dict[str, Any]:
-    """Publish; say what came of it and how long it took."""
+def attempt(call: Callable[[], Any]) -> dict[str, Any]:
+    """Publish, or do something else; say which version came of it, or which error, and how long it took."""
     started = time.monotonic()
     try:
-        outcome: dict[str, Any] = {"version": publisher.publish().version}
+        outcome: dict[str, Any] = {"version": call().version}
     except Exception as error:  # noqa: BLE001
         outcome = {"error": type(error).__name__, "message": str(error)}
     return outcome | {"seconds": time.monotonic() - started}
@@ -166,9 +179,9 @@ def fault(folder: Path, rank: int, arm: Arm) -> dict[str, Any]:
     rows.step(2)
     if dist.get_rank() == rank:
         arm(publisher, rows)
-    outcomes = [attempt(publisher)]
+    outcomes = [attempt(publisher.publish)]
     rows.step(3)
-    outcomes += [attempt(publisher), attempt(publisher)]
+    outcomes += [attempt(publisher.publish), attempt(publisher.publish)]
     return {"outcomes": outcomes, "digest": publisher.state_digest}
 
 

@@ -30,7 +30,9 @@ def measured(folder: Path) -> dict[str, Any]:
         yield PartialTensor("w", mine, (rank * SHAPE[0] // 2, 0))
 
     tracemalloc.start()
-    publisher = ShardedPublisher(export, sync_dir=str(folder / "run"), base=folder / "base", threads=1, timeout_s=60)
+    publisher = ShardedPublisher(
+        export, sync_dir=str(folder / "run"), base=folder / "base", threads=1, timeout_s=60, asynchronous=False
+    )
     mine.view(-1)[rank::100] = 1.0
     changed = publisher.publish().report.changed_elements
     peak = tracemalloc.get_traced_memory()[1]

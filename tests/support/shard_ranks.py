@@ -11,7 +11,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,15 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.checkpoints import write_checkpoint
+from tests.support.shard_behind import ENDS, SCENES, ended, fault_behind
 from tests.support.shard_faults import DEATHS, FAULTS, fault, resumed
 from tests.support.shard_memory import measured
 from tests.support.shards import CASES, Story, experts, served
 from trainer_hooks import ShardedPublisher
 
 EXPERTS = "experts"
+BEHIND = ("fsdp2", "fsdp1", "partials", "hsdp")
+"""Cases that are published behind the step. What goes over groups is counted in the thread that steps."""
 
 
 class Traffic(TorchDispatchMode):
@@ -89,23 +91,29 @@ def play(name: str, work: Path) -> dict[str, Any]:
     dist.barrier()
     with Traffic() as opening:
         publisher = ShardedPublisher(
-            trained.source, sync_dir=str(folder / "run"), base=folder / "base", threads=1, timeout_s=30
+            trained.source,
+            sync_dir=str(folder / "run"),
+            base=folder / "base",
+            asynchronous=name in BEHIND,
+            threads=1,
+            timeout_s=30,
         )
     publishing = Traffic()
-    reports = []
+    publications = []
     for number in range(1, Story.STEPS + 1):
         trained.step(number)
         with publishing:
-            report = publisher.publish(step=number).report
-        reports.append([report.version, report.changed_elements, report.changed_tensors])
+            publications.append(publisher.publish(step=number))
         full = trained.full()
         if dist.get_rank() == 0:
             save_file({key: served(key, t) for key, t in full.items()}, folder / f"expected-{number}.safetensors")
+    publisher.close()
+    reports = [publication.report for publication in publications]
     return {
-        "reports": reports,
+        "reports": [[report.version, report.changed_elements, report.changed_tensors] for report in reports],
         "operations": dict(opening.operations + publishing.operations),
         "bytes": [opening.num_bytes, publishing.num_bytes],
-        "elements": publisher._baseline.elements,
+        "elements": publisher._published.baseline.elements,
         "digest": publisher.state_digest,
     }
 
@@ -117,38 +125,41 @@ def main(work: Path) -> dict[str, Any]:
     for size in (4, 2):
         names = [name for name, (needed, _) in CASES.items() if needed == size]
         names += [EXPERTS] if size == 2 else []
-        group = work / f"group-{size}"
-        group.mkdir(parents=True)
-        of_ranks = ranks(size, group, lambda rank, names=names: {name: play(name, work) for name in names})
+        of_ranks = ranks(size, _group(work), lambda rank, names=names: {name: play(name, work) for name in names})
         results |= {name: [of_rank.get(name, of_rank) for of_rank in of_ranks] for name in names}
-    (work / "group-memory").mkdir()
-    results["memory"] = ranks(2, work / "group-memory", lambda _: measured(work / "memory"))
+    results["memory"] = ranks(2, _group(work), lambda _: measured(work / "memory"))
     results["faults"] = faults(work)
     return results
 
 
 def faults(work: Path) -> dict[str, Any]:
-    """Play all faults in three processes; then continue, in two, what deaths and faults have left."""
-    group = work / "group-3"
-    group.mkdir()
-    folders = {name: work / name.replace(" ", "-") for name in (*FAULTS, *DEATHS)}
-    seen = {name: [] for name in FAULTS}
-    for of_rank in ranks(3, group, lambda _: {name: fault(folders[name], *of) for name, of in FAULTS.items()}):
-        for name in FAULTS:
-            seen[name].append(of_rank.get(name, of_rank))
-    for number, (name, (rank, arm)) in enumerate(DEATHS.items()):
-        group = work / f"group-death-{number}"
-        group.mkdir()
-        seen[name] = ranks(3, group, partial(_fault_of, folders[name], rank, arm))
-    group = work / "group-resumed"
-    group.mkdir()
-    names = [name for name in folders if name != "another trainer"]
-    [resumed_by_rank, _] = ranks(2, group, lambda _: {name: resumed(folders[name], 4) for name in names})
-    return {"seen": seen, "resumed": resumed_by_rank}
+    """Play all faults in three processes, at once and behind the step; then continue, in two, what they have left."""
+    played: dict[str, Any] = {}
+    folders: dict[str, Path] = {}
+    for way, play_fault in (("at once", fault), ("behind", fault_behind)):
+        into = {name: work / f"{name} {way}".replace(" ", "-") for name in (*FAULTS, *DEATHS)}
+
+        def all_faults(_: int, into: Any = into, play_fault: Any = play_fault) -> dict[str, Any]:
+            return {name: play_fault(into[name], *of) for name, of in FAULTS.items()}
+
+        of_ranks = ranks(3, _group(work), all_faults)
+        seen = {name: [of_rank.get(name, of_rank) for of_rank in of_ranks] for name in FAULTS}
+        for name, (rank, arm) in DEATHS.items():
+            seen[name] = ranks(3, _group(work), lambda _, p=play_fault, of=(into[name], rank, arm): p(*of))
+        played[way] = seen
+        folders |= {f"{name} {way}": folder for name, folder in into.items() if name != "another trainer"}
+    [after, _] = ranks(2, _group(work), lambda _: {name: resumed(folder, 4) for name, folder in folders.items()})
+    scenes = {name: work / name.replace(" ", "-") for name in SCENES}
+    of_ranks = ranks(3, _group(work), lambda _: {name: scene(scenes[name]) for name, scene in SCENES.items()})
+    ends = {how: ranks(2, _group(work), lambda _, how=how: ended(work / f"ended-{how}", how)) for how in ENDS}
+    return {"seen": played, "resumed": after, "scenes": of_ranks, "ends": ends}
 
 
-def _fault_of(folder: Path, rank: int, arm: Any, _: int) -> Any:
-    return fault(folder, rank, arm)
+def _group(work: Path) -> Path:
+    """Return a new folder for what a group of processes writes."""
+    folder = work / f"group-{len(list(work.glob('group-*')))}"
+    folder.mkdir()
+    return folder
 
 
 if __name__ == "__main__":

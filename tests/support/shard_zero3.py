@@ -49,7 +49,9 @@ def train(rank: int, work: Path) -> dict[str, Any]:
     if rank == 0:
         write_checkpoint(work / "base", state)
     dist.barrier()
-    publisher = ShardedPublisher(net, sync_dir=str(work / "run"), base=work / "base", threads=1, timeout_s=60)
+    publisher = ShardedPublisher(
+        net, sync_dir=str(work / "run"), base=work / "base", threads=1, timeout_s=60, asynchronous=False
+    )
     versions = []
     for number in range(1, STEPS + 1):
         engine.backward(engine(torch.arange(6) + rank))

@@ -132,7 +132,7 @@ def test_weights_that_change_before_anything_is_encoded_do_not_reach_the_version
         assert may_encode.wait(PATIENCE_S)
         return choose(*args)
 
-    monkeypatch.setattr("trainer_hooks.writing.choose", held)
+    monkeypatch.setattr("trainer_hooks.whole_writing.choose", held)
     setup.step()
     publication = setup.publish()
     for tensor in setup.trainer.weights.values():
@@ -150,7 +150,7 @@ def test_every_version_is_what_the_weights_were_at_the_call(
     make: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch, encoding: str, is_kept_encoded: bool
 ):
     if is_kept_encoded:
-        monkeypatch.setattr("trainer_hooks.writing.KeptChanges", partial(KeptChanges, 0))
+        monkeypatch.setattr("trainer_hooks.whole_writing.KeptChanges", partial(KeptChanges, 0))
     setup = make(encoding=encoding)
     with setup.publisher:
         for _ in range(4):
@@ -523,7 +523,7 @@ def peaks(
 def test_memory_is_that_of_blocking_publication_and_the_buffer_and_is_given_back(
     ram_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("trainer_hooks.writing.KeptChanges", partial(KeptChanges, 0))
+    monkeypatch.setattr("trainer_hooks.whole_writing.KeptChanges", partial(KeptChanges, 0))
     for module in ("diff", "differ"):
         monkeypatch.setattr(f"trainer_hooks.{module}.PIECE_ELEMENTS", 1 << 16)
     buffer_bytes = 1 << 20

@@ -41,7 +41,7 @@ def opened(request: pytest.FixtureRequest, base: Path, monkeypatch: pytest.Monke
     """Return a function that opens a publisher on a given store."""
     encoding, _, rest = request.param.partition(", ")
     if rest == "kept encoded":
-        monkeypatch.setattr("trainer_hooks.writing.KeptChanges", partial(KeptChanges, 0))
+        monkeypatch.setattr("trainer_hooks.whole_writing.KeptChanges", partial(KeptChanges, 0))
 
     def open_publisher(source: object, store: Store) -> DeltaPublisher:
         monkeypatch.setattr("trainer_hooks.publisher.open_store", lambda uri, *, single_writer: store)

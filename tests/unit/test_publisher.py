@@ -128,7 +128,7 @@ def test_tensor_of_several_pieces_is_one_tensor_of_the_version(tmp_path: Path, m
 def test_changes_that_are_kept_encoded_move_the_baseline_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
 ):
-    monkeypatch.setattr("trainer_hooks.writing.KeptChanges", partial(KeptChanges, 0))
+    monkeypatch.setattr("trainer_hooks.whole_writing.KeptChanges", partial(KeptChanges, 0))
     run = make_run(tmp_path, 6, encoding=encoding)
     for found, expected in zip(states(tmp_path), run.history, strict=True):
         assert_same_state(found, expected)

@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import write_checkpoint
+from tests.support.shard_behind import ENDS
 from tests.support.shard_faults import DEATHS, FAULTS, Rows
 from tests.support.shard_memory import SHARD_BYTES
 from tests.support.shard_ranks import EXPERTS
@@ -28,6 +29,10 @@ from vllm_delta_snapshot.verify_run import verify_run
 
 ROOT = Path(__file__).parents[2]
 NAMES = (*CASES, EXPERTS)
+WAYS = ("at once", "behind")
+AT_ONCE = ("an exporter that raises", "a box of another shape")
+"""Faults of the comparison, which is never left to later."""
+COMMITTED = ("a commit whose answer is lost", "a baseline that stops half-way")
 SURVIVED = tuple(name for name in FAULTS if name != "another trainer")
 
 
@@ -109,7 +114,7 @@ def test_tensors_come_in_parts_and_are_verified_as_one(played: Played, name: str
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_on_one_rank_fails_the_publication_on_all(played: Played, name: str):
     rank = FAULTS[name][0]
-    for number, seen in enumerate(played.seen["faults"]["seen"][name]):
+    for number, seen in enumerate(played.seen["faults"]["seen"]["at once"][name]):
         first = seen["outcomes"][0]
         if name == "a baseline that stops half-way":  # the version was committed: others have it
             assert first.get("version") == (None if number == rank else 2)
@@ -118,25 +123,41 @@ def test_a_fault_on_one_rank_fails_the_publication_on_all(played: Played, name: 
             assert number == rank or f"rank {rank}" in first["message"]
 
 
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_behind_the_step_is_raised_on_all_ranks_by_the_next_call(played: Played, name: str):
+    rank = FAULTS[name][0]
+    for number, seen in enumerate(played.seen["faults"]["seen"]["behind"][name]):
+        first, second = seen["outcomes"][:2]
+        assert ("error" in first) == (number == rank and name in AT_ONCE)
+        assert ("error" in second) == (name not in COMMITTED)
+        if "error" in second and number != rank:
+            assert f"rank {rank}" in second["message"]
+
+
 @pytest.mark.parametrize("name", SURVIVED)
 def test_what_a_fault_kept_back_the_next_publication_carries(played: Played, name: str, tmp_path: Path):
-    ranks = played.seen["faults"]["seen"][name]
-    is_committed = name in ("a commit whose answer is lost", "a baseline that stops half-way")
-    versions = [[outcome.get("version") for outcome in seen["outcomes"][1:]] for seen in ranks]
-    assert versions == [[3, 4] if is_committed else [2, 3]] * 3
-    assert {seen["digest"] for seen in ranks} == {digest_after(3, tmp_path)}
+    expected = {"at once": [2, 3], "behind": [None, 2, 3]}
+    if name in COMMITTED:
+        expected = {"at once": [3, 4], "behind": [3, 4, 5]}
+    for way, versions in expected.items():
+        ranks = played.seen["faults"]["seen"][way][name]
+        assert [[outcome.get("version") for outcome in seen["outcomes"][1:]] for seen in ranks] == [versions] * 3
+        assert {seen["digest"] for seen in ranks} == {digest_after(3, tmp_path / way)}
 
 
-def test_another_trainer_is_a_conflict_on_all_ranks(played: Played):
-    ranks = played.seen["faults"]["seen"]["another trainer"]
-    assert {outcome["error"] for seen in ranks for outcome in seen["outcomes"]} == {"VersionConflict"}
-    assert played.run("another trainer").versions() == [1, 2]
+@pytest.mark.parametrize("way", WAYS)
+def test_another_trainer_is_a_conflict_on_all_ranks(played: Played, way: str):
+    ranks = played.seen["faults"]["seen"][way]["another trainer"]
+    errors = {outcome.get("error") for seen in ranks for outcome in seen["outcomes"][way == "behind" :]}
+    assert errors == {"VersionConflict"}
+    assert played.run(f"another trainer {way}").versions() == [1, 2]
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", DEATHS)
-def test_when_a_rank_dies_the_others_are_told_soon(played: Played, name: str):
+def test_when_a_rank_dies_the_others_are_told_soon(played: Played, name: str, way: str):
     dead = DEATHS[name][0]
-    ranks = played.seen["faults"]["seen"][name]
+    ranks = played.seen["faults"]["seen"][way][name]
     assert ["death" in seen for seen in ranks] == [number == dead for number in range(3)]
     for seen in ranks:
         if "death" not in seen:
@@ -147,18 +168,54 @@ def test_when_a_rank_dies_the_others_are_told_soon(played: Played, name: str):
             assert all(outcome["seconds"] < 20 for outcome in seen["outcomes"])
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [*SURVIVED, *DEATHS])
-def test_fewer_processes_continue_the_run_exactly(played: Played, name: str, tmp_path: Path):
-    after = played.seen["faults"]["resumed"][name]
+def test_fewer_processes_continue_the_run_exactly(played: Played, name: str, way: str, tmp_path: Path):
+    after = played.seen["faults"]["resumed"][f"{name} {way}"]
     assert after["version"] == after["found"] + 1
-    run = played.run(name)
+    run, base = played.run(f"{name} {way}"), played.base(f"{name} {way}")
     assert run.versions() == list(range(1, after["version"] + 1))
-    materialize(run, played.base(name), after["version"], tmp_path / "out")
+    materialize(run, base, after["version"], tmp_path / "out")
     assert Checkpoint(tmp_path / "out").state_digest == after["digest"] == digest_after(4, tmp_path)
 
 
+def test_a_call_is_skipped_on_all_ranks_or_on_none_and_the_end_publishes_what_it_left(played: Played, tmp_path: Path):
+    ranks = scenes(played, "calls that are merged")
+    assert {tuple(seen["skipped"]) for seen in ranks} == {(False, True, True)}
+    assert {(seen["version"], seen["digest"]) for seen in ranks} == {(2, digest_after(3, tmp_path))}
+    assert [seen["told"] for seen in ranks] == [[1, 2], [], []], "observers are told by rank 0"
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_when_a_block_ends_by_an_error_on_one_rank_the_others_do_not_wait(played: Played, leaver: int):
+    for number, seen in enumerate(scenes(played, f"rank {leaver} leaves")):
+        kind = "ValueError: a bug" if number == leaver else f"RankFailed: rank {leaver} has closed its publisher"
+        assert seen["error"].startswith(kind)
+        assert (seen["seconds"] < 20, seen["version"]) == (True, 1)
+
+
+def test_an_optimizers_hook_publishes_on_all_ranks_and_the_saved_state_is_checked(played: Played):
+    ranks = scenes(played, "a hook")
+    [saved] = {json.dumps(seen["saved"]) for seen in ranks}
+    assert json.loads(saved)["version"] == 2 == played.run("a hook").versions()[-1]
+    assert [played.run("a hook").read_metadata(played.run("a hook").read_version(v)).step for v in (1, 2)] == [2, 4]
+    assert {seen["found"] for seen in ranks} == {2}
+    assert {seen["refusal"]["error"] for seen in ranks} == {"RunMismatch"}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_process_group_can_be_destroyed_beside_a_publisher(played: Played, how: str):
+    for seen in played.seen["faults"]["ends"][how]:
+        assert seen["seconds"] < 20
+    assert played.run(f"ended {how}").versions() in ([[1]] if how == "closed" else [[1], []])
+
+
+def scenes(played: Played, name: str) -> list[dict[str, Any]]:
+    return [of_rank[name] for of_rank in played.seen["faults"]["scenes"]]
+
+
 def test_a_single_process_continues_what_many_began_and_the_other_way_round(played: Played, tmp_path: Path):
-    folder = played.folder("an upload that fails")
+    folder = played.folder("an upload that fails at once")
     rows = Rows()
     for number in range(1, 6):
         rows.step(number)

@@ -159,8 +159,10 @@ def test_trl_refuses_what_would_sample_from_weights_that_never_change(setup: Set
     with pytest.raises(SourceError, match="nobody would bring the server"), use_delta_sync(sync_dir="x", base="y"):
         pass
     transfer = DeltaWeightTransfer(sync_dir="x", base="y", samplers=["one"])
-    with pytest.raises(SourceError, match=r"attach\(trainer.model\)"):
+    with pytest.raises(SourceError, match=r"attach\(trainer\)"):
         transfer.init_weight_transfer()
+    with pytest.raises(SourceError, match="no asynchronous trainer of TRL"):
+        transfer.attach(object())
 
 
 @needs_trl
@@ -242,7 +244,7 @@ def test_trl_asynchronous_trainer_hands_its_weights_over(
         rollout_worker=worker,
         weight_transfer=transfer,
     )
-    transfer.attach(trainer.model)
+    transfer.attach(trainer)
     trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
     train_step(trainer.model, 1)
     trainer._sync_weight()

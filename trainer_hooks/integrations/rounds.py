@@ -20,6 +20,7 @@ from torch import nn
 
 from trainer_hooks.publication import Fleet, Publication
 from trainer_hooks.publisher import DeltaPublisher
+from trainer_hooks.sharded.publisher import ShardedPublisher
 from vllm_delta_snapshot.errors import SourceError
 
 __all__ = ["FleetResult", "Rounds", "is_sharded"]
@@ -43,7 +44,8 @@ class Rounds:
         sync_dir: the run's folder.
         base: the checkpoint that trainer and engines start from.
         is_first: whether this is the first rank.
-        fleet: the engines to bring to each version, a `vllm_delta_snapshot.drive.DeltaSync`.
+        fleet: the engines to bring to each version, a `vllm_delta_snapshot.drive.DeltaSync`; that of
+            the first rank is driven.
         samplers: names of engines in follow mode, to wait for instead.
         wait_s: how long to wait for these.
         strict: whether an engine that does not get a version is an error; else it is logged, and catches up later.
@@ -68,14 +70,18 @@ class Rounds:
         **options: Any,
     ) -> None:
         _refuse_adapters(model_or_source)
-        self._is_first = is_first
         self._fleet = fleet
         self._samplers = tuple(samplers)
         self._wait_s = wait_s
         self._strict = strict
-        self.publisher: DeltaPublisher | None = None
+        self.publisher: DeltaPublisher | ShardedPublisher | None = None
         """This rank's publisher; `None` if it publishes nothing."""
-        if is_first or is_sharded(model_or_source):
+        self._has_engines = fleet is not None or bool(self._samplers)
+        if is_sharded(model_or_source):
+            sharded = ShardedPublisher(model_or_source, sync_dir=str(sync_dir), base=base, **options)
+            self._has_engines = sharded.any_rank(self._has_engines)
+            self.publisher = sharded
+        elif is_first:
             self.publisher = DeltaPublisher(model_or_source, sync_dir=str(sync_dir), base=base, **options)
 
     @property
@@ -102,11 +108,13 @@ class Rounds:
         if publisher is None:
             return None
         publication = publisher.publish(step=step, metrics=metrics)
-        if self._fleet is None and not self._samplers:
+        if not self._has_engines:
             return publication
-        publication.wait()
-        if self._is_first:
-            self._bring_engines(publisher)
+        if isinstance(publisher, ShardedPublisher):
+            publisher.then(publication, self._bring_engines)
+        else:
+            publication.wait()
+            self._bring_engines()
         return publication
 
     def close(self) -> None:
@@ -117,6 +125,17 @@ class Rounds:
         """
         self.__exit__(None, None, None)
 
+    def release(self) -> None:
+        """Let go of the run without another look at the weights, on this rank alone. Blocks. May be repeated.
+
+        Where every round was given engines nothing is left to publish, and frameworks end their first rank alone.
+
+        Raises:
+            DeltaSnapshotError: see `DeltaPublisher.close`.
+        """
+        if self.publisher is not None:
+            self.publisher.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -126,14 +145,17 @@ class Rounds:
         if self.publisher is not None:
             self.publisher.__exit__(kind, error, trace)
 
-    def _bring_engines(self, publisher: DeltaPublisher) -> None:
+    def _bring_engines(self) -> None:
+        publisher = self.publisher
+        assert publisher is not None  # noqa: S101 - called by ranks that publish
+        if self._fleet is None and not self._samplers:
+            raise SourceError("the first rank has no engines to bring to the version, another one has")
         if self._samplers:
             publisher.wait_applied(self._samplers, timeout_s=self._wait_s)
-        if self._fleet is None:
-            return
-        report = self._fleet.sync(publisher.version, run_id=publisher.run_id)
-        if self._strict:
-            report.check()
+        if self._fleet is not None:
+            report = self._fleet.sync(publisher.version, run_id=publisher.run_id)
+            if self._strict:
+                report.check()
 
 
 def is_sharded(model_or_source: object) -> bool:

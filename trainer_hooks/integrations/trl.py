@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from trainer_hooks.integrations.rounds import FleetResult, Rounds, is_sharded
+from trainer_hooks.integrations.rounds import FleetResult, Rounds
 from trainer_hooks.publication import Fleet
 from vllm_delta_snapshot.errors import SourceError
 
@@ -76,16 +75,17 @@ def use_delta_sync(
 
 
 class DeltaWeightTransfer:
-    """What the experimental `AsyncGRPOTrainer` takes as `weight_transfer`. TRL calls it on the first rank only.
+    """What the experimental `AsyncGRPOTrainer` takes as `weight_transfer`. Make it on every rank.
 
     ::
 
         transfer = DeltaWeightTransfer(sync_dir=..., base=..., fleet=DeltaSync([url], sync_dir=...))
         trainer = AsyncGRPOTrainer(..., weight_transfer=transfer)
-        transfer.attach(trainer.model)
+        transfer.attach(trainer)
 
-    TRL offers full tensors under the names that they have in the module; the model is read instead, under checkpoint
-    names. Pausing and resuming is the fleet's, and shorter than TRL's: a version is staged before it.
+    TRL offers full tensors under the names that they have in the module, gathered one by one where the model is
+    sharded; they are not asked for: the model is read, under checkpoint names, and of a sharded one every rank
+    publishes its own part. Pausing and resuming is the fleet's, and shorter than TRL's: a version is staged before it.
 
     Args:
         sync_dir: the run's folder.
@@ -108,58 +108,73 @@ class DeltaWeightTransfer:
         **options: Any,
     ) -> None:
         self._settings = _settings(sync_dir, base, fleet, samplers, options)
-        self._model: nn.Module | None = None
+        self._trainer: Any = None
         self._rounds: Rounds | None = None
 
-    def attach(self, model: nn.Module) -> None:
-        """Say which model is trained: the trainer makes it from a path, so this comes after the trainer."""
-        self._model = model
+    def attach(self, trainer: Any) -> None:
+        """Say which trainer this is for, on every rank, before it trains: the trainer exists after this object.
+
+        Raises:
+            SourceError: it is no trainer that hands weights over as TRL 1.16's does.
+        """
+        if not callable(getattr(trainer, "_streaming_iter", None)):
+            raise SourceError(
+                "this is no asynchronous trainer of TRL as it is known",
+                expected="an AsyncGRPOTrainer, TRL 1.16",
+                found=type(trainer).__name__,
+                hint="Publish with DeltaSnapshotCallback or DeltaPublisher instead.",
+            )
+        self._trainer = trainer
+        # Iterated on all ranks: what TRL gathers is read by nobody, and this is where the other ranks join in.
+        trainer._streaming_iter = self._join
 
     @property
     def version(self) -> int | None:
-        """The newest version, once training has begun."""
+        """The newest version, once training has begun, on ranks that publish."""
         return None if self._rounds is None else self._rounds.version
 
     def init_weight_transfer(self) -> None:
-        """Open the run.
+        """Do nothing but check; the run is opened by the first weights, when all ranks are called.
 
         Raises:
-            SourceError: no model was attached, or it is sharded: its other parts are on ranks that TRL does not call.
-            DeltaSnapshotError: see `Rounds`.
+            SourceError: no trainer was attached.
         """
-        if self._model is None:
-            raise SourceError("no model to publish", hint="Call attach(trainer.model) before trainer.train().")
-        if is_sharded(self._model):
-            raise SourceError(
-                "the model is sharded, and TRL's asynchronous trainer hands weights over on the first rank only",
-                found=type(self._model).__name__,
-                hint="Use GRPOTrainer with use_delta_sync, or train without FSDP.",
-            )
-        self._rounds = Rounds(self._model, is_first=True, **self._settings)
+        if self._trainer is None:
+            raise SourceError("no model to publish", hint="Call attach(trainer) on every rank before trainer.train().")
 
     def pause(self) -> None:
         """Do nothing: generation goes on until the version is staged."""
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Publish, and bring the servers there. Blocks.
+        """Publish, and bring the servers there. Blocks; TRL calls it on the first rank, and iterates on the others.
 
         Raises:
-            SourceError: `init_weight_transfer` was not called.
+            SourceError: no trainer was attached.
             DeltaSnapshotError: see `Rounds.publish`.
         """
-        for _ in iterator:  # the other ranks are in its collectives
-            pass
-        if self._rounds is None:
-            raise SourceError("the run is not open", hint="Call init_weight_transfer() first.")
-        self._rounds.publish()
+        self.init_weight_transfer()
+        del iterator
+        self._publish()
 
     def resume(self) -> None:
         """Do nothing: the servers were resumed when they had the version."""
 
     def destroy(self) -> None:
-        """Let go of the run."""
+        """Let go of the run. TRL calls it on the first rank; it is the end of the training."""
         if self._rounds is not None:
-            self._rounds.close()
+            self._rounds.release()
+
+    def _join(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Take a rank's part where TRL would gather, and yield nothing."""
+        self._publish()
+        yield from ()
+
+    def _publish(self) -> None:
+        if self._rounds is None:
+            accelerator = self._trainer.accelerator
+            model = accelerator.unwrap_model(self._trainer.model)
+            self._rounds = Rounds(model, is_first=accelerator.is_main_process, **self._settings)
+        self._rounds.publish()
 
 
 def _settings(

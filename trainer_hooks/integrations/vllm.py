@@ -139,7 +139,7 @@ class DeltaSnapshotTrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):
 
     def shutdown(self) -> None:
         """Let go of the run. The engines go on with the version that they have."""
-        self._rounds.close()
+        self._rounds.release()
 
     def _open(self, info: DeltaSnapshotTrainerInitInfo, client: WeightSyncClient | DrivingClient) -> None:
         module = _module_of(self.source)

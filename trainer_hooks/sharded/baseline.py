@@ -89,6 +89,11 @@ class ShardBaseline:
         """How many elements this rank publishes."""
         return sum(held.bits.size for held in self)
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of these."""
+        return sum(held.bits.nbytes for held in self)
+
     def reload(self, checkpoint: Checkpoint) -> None:
         """Take all elements from a checkpoint instead, in place."""
         for held in self:

@@ -9,6 +9,7 @@ over a gloo group of their own: no collective, and never a weight. A process tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,11 @@ __all__ = ["Ranks"]
 logger = logging.getLogger(__name__)
 
 JSON = Any
+
+T = TypeVar("T")
+
+_LAST_WORDS: Final[list[object]] = []
+"""What ranks that left have said: to let go of it before it is heard would take it back."""
 
 _HINT: Final = "Start the trainer again; it continues the run."
 
@@ -47,7 +53,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0) -> None:
         self._lost: str | None = None
         self._timeout_s = timeout_s
-        self._silent: int | None = None
+        self._deaf: set[int] = set()  # who does not listen any more, or may not
         self._unheard: list[tuple[dist.Work | None, torch.Tensor]] = []
         self._number = 0
         if not dist.is_initialized():
@@ -88,11 +94,63 @@ class Ranks:
             raise error
         return answers
 
+    def all_do(self, work: Callable[[], T]) -> T:
+        """Let every rank work; if one fails, all do. Collective; blocks until all have ended.
+
+        Returns:
+            What this rank's `work` returned.
+
+        Raises:
+            RankFailed, DeltaSnapshotError, Exception: see `round`.
+        """
+        results: list[T] = []
+        self.round(lambda: results.append(work()), lambda _: None)
+        return results[0]
+
+    def first_does(self, work: Callable[[], T], *, once: Callable[[], object] = lambda: None) -> T | None:
+        """Let rank 0 work while the others wait; if it fails, all do. Collective; blocks.
+
+        Args:
+            work: what to do; only rank 0's is called.
+            once: what every rank does before, which may fail.
+
+        Returns:
+            On rank 0 what `work` returned, elsewhere ``None``.
+
+        Raises:
+            RankFailed, DeltaSnapshotError, Exception: see `round`.
+        """
+        results: list[T] = []
+
+        def before() -> None:
+            once()
+
+        self.round(before, lambda _: results.append(work()))
+        return results[0] if results else None
+
+    def leave(self, why: str) -> None:
+        """Take part no more, and have the others learn it at their next round. Not collective; does not block.
+
+        Args:
+            why: what to tell them, after this rank's name.
+        """
+        if self._lost is not None or self.size == 1:
+            return
+        self._lost = f"rank {self.rank} {why}"
+        self._number += 1
+        said = {"error": RankFailed(why, hint=_HINT).to_fields(), "is_gone": True, "is_interrupted": True}
+        message = _failure([0], said, is_lost=True) if self.rank == 0 else said
+        for rank in range(1, self.size) if self.rank == 0 else (0,):
+            with contextlib.suppress(RuntimeError):  # who is gone need not hear it
+                self._send(rank, message, is_awaited=False)
+        _LAST_WORDS.extend(self._unheard)
+
     def _lead(self, result: JSON, error: BaseException | None, decide: Callable[[list[JSON]], Any]) -> JSON:
         heard = [_said(result, error), *self._hear_all()]
         for rank, said in enumerate(heard):
             if said.get("is_interrupted"):
-                self._lost = f"rank {rank} was interrupted"
+                self._deaf.add(rank)
+                self._lost = f"rank {rank} {said['error']['what'] if said.get('is_gone') else 'was interrupted'}"
         failed = [rank for rank, said in enumerate(heard) if "error" in said]
         if failed:
             self._answer([_failure(failed, heard[failed[0]], is_lost=self._lost is not None)] * self.size)
@@ -144,8 +202,8 @@ class Ranks:
             try:
                 heard.append(said.get(timeout=max(0.0, deadline - time.monotonic())))
             except queue.Empty:
-                self._silent = len(heard) + 1
-                heard.append(self._silence(self._silent, f"did not answer within {self._timeout_s:g} s"))
+                self._deaf.add(len(heard) + 1)
+                heard.append(self._silence(len(heard) + 1, f"did not answer within {self._timeout_s:g} s"))
                 break
         return heard
 
@@ -166,7 +224,7 @@ class Ranks:
         for rank in range(1, self.size):
             try:
                 # Who says nothing may not listen either; if it was only slow, it will be told.
-                self._send(rank, answers[rank], is_awaited=rank != self._silent)
+                self._send(rank, answers[rank], is_awaited=rank not in self._deaf)
             except RuntimeError as gone:
                 # What was decided stands; that this one is gone is for the next round to say.
                 logger.warning("rank %d is gone: %s", rank, gone)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is published, as one rank of several knows it: the newest version, this rank's part of it, and how both move.
+
+Invariant: version, digest, baseline and fingerprints are those of one committed version. They move together, after its
+commit and never before. Where moving stops half-way the version is already the new one, and the run is read again.
+
+Belongs to one thread at a time, as `trainer_hooks.published`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer_hooks.kept import KeptChanges
+from trainer_hooks.publish import is_committed
+from trainer_hooks.published import Head
+from trainer_hooks.sharded.baseline import ShardBaseline
+from trainer_hooks.sharded.differ import ShardDiffer, ShardFingerprints
+from trainer_hooks.sharded.opening import Opened, bring
+from trainer_hooks.sharded.source import Shard, ShardSource
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.delta_folder import Lineage
+from vllm_delta_snapshot.errors import VerifyError
+from vllm_delta_snapshot.format.digest import add_digests
+from vllm_delta_snapshot.format.version import VersionRecord
+from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.store import Store
+
+__all__ = ["ShardAttempt", "ShardPublished"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardAttempt:
+    """What one rank wrote of a publication whose outcome it does not know yet.
+
+    Attributes:
+        changes: what it wrote.
+        fingerprints: those of the pass that found it.
+        move: what it adds to this rank's part of the state digest.
+    """
+
+    changes: KeptChanges
+    fingerprints: ShardFingerprints
+    move: int
+
+
+class ShardPublished:
+    """See the module.
+
+    Args:
+        opened: what `open_sharded` found.
+
+    Attributes:
+        head: the newest version; replaced as a whole, so any thread may look at it.
+        baseline: this rank's elements there.
+        attempt: what may be committed next.
+        record: on rank 0, a commit that was asked for and whose answer did not come.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self.head = Head(opened.version, opened.state_digest)
+        self.baseline: ShardBaseline = opened.baseline
+        self.attempt: ShardAttempt | None = None
+        self.record: VersionRecord | None = None
+        self._owned: Mapping[int, Shard] = opened.owned
+        self._digest = opened.baseline.digest()
+        self._fingerprints: ShardFingerprints = {}
+        self._is_moving = False
+
+    def differ(self, source: ShardSource) -> ShardDiffer:
+        """Return a pass that compares a source with what is published."""
+        return ShardDiffer(source, self._owned, self.baseline, self._fingerprints)
+
+    def lineage(self, run_id: str, total_elements: int) -> Lineage:
+        """Return where the next version starts and leads to."""
+        return Lineage(
+            run_id=run_id,
+            version=self.head.version + 1,
+            base_version=self.head.version,
+            base_state_digest=self.head.state_digest,
+            total_elements=total_elements,
+        )
+
+    def mend(self, folder: RunFolder, base: Checkpoint) -> bool:
+        """Make this rank's part whole again if moving it was interrupted; say whether it was. Blocks if so.
+
+        Raises:
+            VerifyError: the run does not lead to what this rank published.
+            BrokenChain, CorruptFile, StoreUnavailable: the run cannot be read.
+        """
+        if not self._is_moving:
+            return False
+        logger.warning("a publication was interrupted after its commit; reading the run again")
+        bring(self.baseline, folder, base, self.head.version)
+        if self.baseline.digest() != self._digest:
+            raise VerifyError("the run does not lead to the state that this rank published", file=folder.store.uri)
+        self._fingerprints = {}
+        self._is_moving = False
+        return True
+
+    def find_out(self, store: Store) -> str | None:
+        """On rank 0: find out what became of a commit whose answer never came. Blocks only if there was one.
+
+        Returns:
+            The state digest of the version that was committed; ``None`` if none was.
+
+        Raises:
+            VersionConflict: another trainer has committed this version.
+            StoreError, StoreUnavailable: it cannot be found out now; ask again.
+        """
+        if (record := self.record) is None:
+            return None
+        found = is_committed(store, record)
+        self.record = None
+        return record.state_digest if found else None
+
+    def adopt(self, state_digest: str) -> None:
+        """Move to the version that was attempted and is committed."""
+        attempt = self.attempt
+        assert attempt is not None  # noqa: S101 - a version is committed when all ranks have written
+        self._is_moving = True  # before the version: where moving stops, differences cannot be added again
+        self.head = Head(self.head.version + 1, state_digest)
+        self._digest = add_digests(self._digest, attempt.move)
+        self.attempt = None
+        self.baseline.advance(attempt.changes.changes())
+        self._fingerprints = attempt.fingerprints
+        self._is_moving = False
