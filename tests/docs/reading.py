@@ -1,0 +1,198 @@
+"""Goes through a page as a reader would: block by block, from the top, each once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs import names
+from tests.docs.blocks import ROOT, Block, blocks_of
+from tests.docs.code import check_code, names_wanted, run_code
+from tests.docs.commands import check_cli, check_make, check_pip, check_serve
+from tests.docs.data import check_data
+from tests.docs.shell import Shell, Statement, statements, without_prompts
+from tests.docs.world import Desk, World
+from tests.support.cli import ERROR_FIELDS
+from tests.support.follower import follower
+from tests.support.waiting import eventually
+
+TIMEOUT_S = 300
+
+
+@dataclass
+class Reading:
+    """One reader at one page.
+
+    Args:
+        page: the page.
+        world: where.
+    """
+
+    page: str
+    world: World
+    namespace: dict[str, Any] = field(default_factory=lambda: {"__name__": "docs"})
+    outputs: dict[int, str] = field(default_factory=dict)
+    _done: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.blocks = blocks_of(self.page)
+        self.desk: Desk = self.world.desk(self.page)
+        paths = [str(self.world.commands), f"{sys.prefix}/bin", os.environ["PATH"]]
+        self.shell = Shell(
+            self.desk.here,
+            self.desk.here / ".state",
+            {"PATH": os.pathsep.join(paths), "PYTHONPATH": str(ROOT)},
+        )
+
+    def read(self, block: Block) -> None:
+        """Run or check a block, after those before it.
+
+        Raises:
+            AssertionError: something in it is wrong.
+        """
+        for before in self.blocks:
+            if before.line >= block.line:
+                break
+            if before.line not in self._done and before.not_run is None:
+                with contextlib.suppress(Exception):  # its own test says why
+                    self._do(before)
+        self._do(block)
+
+    def _do(self, block: Block) -> None:
+        self._done.add(block.line)
+        text = block.text if block.not_run else self.desk.translated(block)
+        if block.language == "python":
+            check_code(block.text)
+            if block.not_run is None:
+                self._run_code(block, text)
+        elif block.language in ("bash", "console"):
+            self._run_commands(block, without_prompts(text) if block.language == "console" else text)
+        elif block.language == "text":
+            self._compare(block)
+        elif block.language in ("json", "yaml", "toml"):
+            check_data(block.language, block.text)
+            if '"error"' in block.text:
+                self._check_error(json.loads(block.text))
+
+    def _run_code(self, block: Block, text: str) -> None:
+        with pytest.MonkeyPatch.context() as patched, contextlib.ExitStack() as stack:
+            patched.chdir(self.desk.here)
+            for name, value in self.desk.environment(block).items():
+                patched.setenv(name, value)
+            for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+                patched.setenv(name, value)  # as torchrun has them
+            patched.setenv("MASTER_PORT", str(self.desk.port))
+            for node in re.findall(r'"node(\d)-8000"', text) if "wait_applied" in text else ():
+                log = self.desk.here / f"follower-{node}.log"
+                stack.enter_context(
+                    follower(self.desk.sync_dir, self.desk.server(int(node)), log, "--sampler", f"node{node}-8000")
+                )
+            names.prepare(names_wanted(text), self.namespace, self.desk)
+            run_code(block, text, self.namespace)
+            names.settle(self.namespace)
+
+    def _run_commands(self, block: Block, text: str) -> None:
+        found = list(statements(text))
+        runnable = [part for part in found if self._check(part) and block.not_run is None]
+        said = [self._follow(part) or self._run(block, [part]) for part in runnable]
+        self.outputs[block.line] = "".join(said)
+
+    def _check(self, part: Statement) -> bool:
+        """Check what can be told without running; return whether it can be run here."""
+        words = part.words()
+        if not words:
+            return True
+        if words[0] == "make":
+            return check_make(words)
+        if words[:2] == ["pip", "install"]:
+            check_pip(words)
+            return False
+        for place, word in enumerate(words):
+            if Path(word).name == "delta-snapshot":
+                check_cli(words[place + 1 :])
+        if words[:2] == ["vllm", "serve"] or "vllm.entrypoints.openai.api_server" in words:
+            with contextlib.suppress(ModuleNotFoundError):  # no vLLM here: tests/vllm has the pages that run one
+                check_serve(words, part.text.split())
+            return False
+        return True
+
+    def _run(self, block: Block, parts: Sequence[Statement]) -> str:
+        environment = self.desk.environment(block)
+        try:
+            return self.shell.run(parts, timeout_s=TIMEOUT_S, **environment)
+        except AssertionError as error:
+            raise AssertionError(f"{block.page}:{block.line + parts[0].line}: {parts[0].text}\n{error}") from None
+
+    def _follow(self, part: Statement) -> str:
+        """Run a follower until it is ready, then end it; return what it wrote, or nothing if it is no follower."""
+        words = part.words()
+        if words[:2] != ["delta-snapshot", "follow"]:
+            return ""
+        options = dict(zip(words[2::2], words[3::2], strict=True))
+        sync_dir, server = options.pop("--sync-dir"), options.pop("--server", self.desk.server())
+        options.pop("--listen", None)
+        log = self.desk.here / f"follow-{len(list(self.desk.here.iterdir()))}.log"
+        rest = [word for option in options.items() for word in option]
+        with follower(sync_dir, server, log, *rest) as process:
+            eventually(lambda: process.is_ready)
+            process.terminate()
+            assert process.wait() == part.status, process.log
+            return process.log
+
+    def _compare(self, block: Block) -> None:
+        """Check that what is shown right behind a command still has the words that the command prints."""
+        before = [other for other in self.blocks if other.line < block.line]
+        printed = self.outputs.get(before[-1].line, "") if before and block.after <= 2 else ""
+        if not printed:
+            return
+        for shown in block.text.splitlines():
+            missing = set(_words(shown)) - set(_words(printed))
+            assert not missing, f"{block}: the command prints no {missing} as in {shown!r}, but:\n{printed}"
+
+    def _check_error(self, shown: dict[str, Any]) -> None:
+        assert set(shown["error"]) == ERROR_FIELDS
+        [statement] = statements(f"delta-snapshot log {self.desk.here}/nowhere --json # exits with 1")
+        printed = self.shell.run([statement], timeout_s=TIMEOUT_S)
+        answer = json.loads(printed[printed.index("{") : printed.rindex("}") + 1])
+        assert answer.keys() == shown.keys()
+        assert answer["error"].keys() == shown["error"].keys()
+        assert (answer["ok"], answer["error"]["kind"]) == (shown["ok"], shown["error"]["kind"])
+
+
+class Library:
+    """All pages that are read in one world, each by one reader.
+
+    Args:
+        world: the world.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._readings: dict[str, Reading] = {}
+
+    def read(self, block: Block) -> None:
+        """Run or check a block. Raises: AssertionError, and what it raises itself."""
+        if block.page not in self._readings:
+            self._readings[block.page] = Reading(block.page, self._world)
+        self._readings[block.page].read(block)
+
+    def __enter__(self) -> Library:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._world.stack:
+            for reading in self._readings.values():
+                names.clear(reading.namespace)
+
+
+def _words(text: str) -> Iterator[str]:
+    yield from re.findall(r"[A-Za-z_]{3,}", text)

@@ -1,0 +1,168 @@
+"""The world that the pages speak of: `/shared/run-1`, `/models/base`, buckets, servers, what the demo left."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from tests.docs.blocks import Block
+from tests.docs.quick import quick_command
+from tests.docs.tiny import batch_of, make_tiny_model, write_tiny_checkpoint
+from tests.support.object_stores import ObjectServer, fake_gcs, free_port, ministack
+from trainer_hooks import DeltaPublisher
+from vllm_delta_snapshot.anchor import write_anchor
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.materialize import materialize
+from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.store import open_store
+
+VERSIONS = 6
+DEMO_BASE = "smollm2-135m-instruct-bf16"
+_PATHS = re.compile(r"(?<![\w.:/$}-])/(shared|models|scratch|mnt|nvme)(?=[/\s\"'@]|$)", re.M)
+_BUCKET = re.compile(r"\b(s3|gs)://bucket\b")
+_SERVER = re.compile(r"http://(localhost|127\.0\.0\.1|node(\d)):8000")
+_PORT = re.compile(r"\b947\d\b")
+
+
+@dataclass
+class World:
+    """What all pages share: made once, when it is first asked for.
+
+    Args:
+        folder: where everything is.
+        servers: URLs of vLLM servers that run on the base; empty for pages that need none.
+        is_shared: whether the pages go on with one run, as those servers do, or each has its own.
+    """
+
+    folder: Path
+    servers: Sequence[str] = ()
+    is_shared: bool = False
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @cached_property
+    def base(self) -> Path:
+        """The base checkpoint."""
+        return write_tiny_checkpoint(self.folder / "base")
+
+    @cached_property
+    def run(self) -> Path:
+        """A run with six versions, a reward each, and an anchor of the third."""
+        folder = self.folder / "run"
+        model = make_tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with DeltaPublisher(model, sync_dir=str(folder), base=self.base, asynchronous=False) as publisher:
+            for step in range(1, VERSIONS + 1):
+                optimizer.zero_grad()
+                model(batch_of(step)).backward()
+                optimizer.step()
+                publisher.publish(step=step, metrics={"reward": step / 10})
+        write_anchor(RunFolder(open_store(str(folder))), Checkpoint(self.base), 3)
+        return folder
+
+    @cached_property
+    def demo(self) -> Path:
+        """What `make demo` leaves, of a smaller model."""
+        folder = self.folder / "demo_out"
+        folder.mkdir()
+        (folder / "cache").mkdir()
+        (folder / "cache" / DEMO_BASE).symlink_to(self.base)
+        shutil.copytree(self.run, folder / "sync")
+        materialize(RunFolder(open_store(str(self.run))), Checkpoint(self.base), VERSIONS, folder / "final")
+        return folder
+
+    def store(self, scheme: str) -> ObjectServer:
+        """The server for ``s3://`` or ``gs://``."""
+        return self._s3 if scheme == "s3" else self._gs
+
+    @cached_property
+    def _s3(self) -> ObjectServer:
+        return self.stack.enter_context(ministack(self.folder / "ministack.log"))
+
+    @cached_property
+    def _gs(self) -> ObjectServer:
+        return self.stack.enter_context(fake_gcs(self.folder / "gcs.log"))
+
+    @cached_property
+    def commands(self) -> Path:
+        """A folder with the command, which is forked instead of started: see `quick_command`."""
+        return self.stack.enter_context(quick_command(self.folder / "venv"))
+
+    def desk(self, page: str) -> Desk:
+        """Return a place for the blocks of a page."""
+        name = re.sub(r"\W", "-", page)
+        root = self.folder / "shared" if self.is_shared else self.folder / f"root-{name}"
+        if not root.exists():
+            (root / "shared").mkdir(parents=True)
+            (root / "models").mkdir()
+            (root / "scratch").mkdir()
+            (root / "models" / "base").symlink_to(self.base)
+            shutil.copytree(self.run, root / "shared" / "run-1")
+        desk = Desk(self, root, self.folder / f"at-{name}")
+        desk.here.mkdir()
+        shutil.copytree(self.demo, desk.here / "demo_out", symlinks=True)
+        (desk.here / ".venv").symlink_to(self.commands.parent)
+        return desk
+
+
+@dataclass
+class Desk:
+    """Where the blocks of one page are run.
+
+    Args:
+        world: the world.
+        root: stands for ``/``.
+        here: the current folder.
+    """
+
+    world: World
+    root: Path
+    here: Path
+    _buckets: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def sync_dir(self) -> str:
+        """The run's folder."""
+        return str(self.root / "shared" / "run-1")
+
+    @property
+    def base(self) -> Path:
+        """The base checkpoint."""
+        return self.root / "models" / "base"
+
+    def server(self, number: int = 1) -> str:
+        """Return the URL of a server."""
+        return self.world.servers[(number - 1) % len(self.world.servers)]
+
+    def bucket(self, scheme: str) -> str:
+        """Return the name of the bucket that stands for ``bucket``: it has the run too."""
+        if scheme not in self._buckets:
+            server = self.world.store(scheme)
+            self._buckets[scheme] = server.make_bucket()
+        return self._buckets[scheme]
+
+    def translated(self, block: Block) -> str:
+        """Return a block's text with what there is here in the place of what it names."""
+        text = _PATHS.sub(lambda found: str(self.root / found[1]), block.text)
+        if self.world.servers:
+            text = _SERVER.sub(lambda found: self.server(int(found[2] or 1)), text)
+        if block.needs_bucket:
+            text = _BUCKET.sub(lambda found: f"{found[1]}://{self.bucket(found[1])}", text)
+        return _PORT.sub(lambda _: str(self.port), text)
+
+    def environment(self, block: Block) -> Mapping[str, str]:
+        """Return the variables that a block needs to find what it names."""
+        schemes = _BUCKET.findall(block.text) if block.needs_bucket else []
+        return {"DELTA_SNAPSHOT_STAGE_DIR": str(self.world.folder / "stage")} | (
+            self.world.store(schemes[0]).environment if schemes else {}
+        )
+
+    @cached_property
+    def port(self) -> int:
+        return free_port()
