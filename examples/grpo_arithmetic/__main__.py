@@ -16,15 +16,18 @@ from pathlib import Path
 
 import torch
 
+from examples.grpo import ExampleError
+from examples.grpo.base import load_tokenizer, load_trainer_model
+from examples.grpo.policy import Policy
+from examples.grpo.rollout import greedy_tokens, mean_reward
+from examples.grpo.server import VllmServer
+from examples.grpo.tasks import Task
 from examples.grpo_arithmetic import report
 from examples.grpo_arithmetic.check import ServerState, Verdict, compare_checkpoint, judge, served_tensors
-from examples.grpo_arithmetic.loop import StepRecord, mean_reward, run_step, sample
-from examples.grpo_arithmetic.model import load_tokenizer, load_trainer_model, prepare_base
-from examples.grpo_arithmetic.policy import Policy
-from examples.grpo_arithmetic.rollout import greedy_tokens
-from examples.grpo_arithmetic.server import VllmServer
-from examples.grpo_arithmetic.settings import DemoError, Settings, clear_earlier_run, read_settings
-from examples.grpo_arithmetic.tasks import Task, make_task
+from examples.grpo_arithmetic.loop import StepRecord, run_step, sample
+from examples.grpo_arithmetic.model import prepare_base
+from examples.grpo_arithmetic.settings import Settings, clear_earlier_run, read_settings
+from examples.grpo_arithmetic.tasks import make_task
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot import DeltaSnapshotError
 from vllm_delta_snapshot.checkpoint import Checkpoint
@@ -39,7 +42,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         verdict = run(read_settings())
-    except (DemoError, DeltaSnapshotError) as error:
+    except (ExampleError, DeltaSnapshotError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as reason:
