@@ -9,14 +9,13 @@ those of a server started afresh.
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from examples.grpo import ExampleError
+from examples.grpo import ExampleError, end_on_sigterm
 from examples.grpo.base import load_tokenizer, load_trainer_model
 from examples.grpo.policy import Policy
 from examples.grpo.rollout import greedy_tokens, mean_reward
@@ -39,7 +38,7 @@ from vllm_delta_snapshot.store import open_store
 
 def main() -> int:
     """Run the demo; return the exit status."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    end_on_sigterm()
     try:
         verdict = run(read_settings())
     except (ExampleError, DeltaSnapshotError) as error:
@@ -99,11 +98,6 @@ def materialize_newest(settings: Settings, base: Path, version: int) -> None:
     """Build the newest version from the base and the deltas."""
     folder = RunFolder(open_store(str(settings.sync_dir)))
     materialize(folder, Checkpoint(base), version, settings.final)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    del frame
-    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ questions several times, the trainer takes one policy-gradient step, and the ser
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from examples.grpo import ExampleError
+from examples.grpo import ExampleError, end_on_sigterm
 from examples.grpo.base import checkpoint_base, hub_base, load_tokenizer, load_trainer_model, smollm2_base, tiny_base
 from examples.grpo.policy import Policy
 from examples.grpo.rollout import mean_reward, sample_rollouts, served_name
@@ -48,21 +49,40 @@ class StepRecord:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What came of a run.
+
+    Attributes:
+        model: with its master weights.
+        version: the newest version.
+        records: of its steps.
+    """
+
+    model: torch.nn.Module
+    version: int
+    records: list[StepRecord]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; return the exit status."""
     settings = read_settings(argv)
+    end_on_sigterm()
     try:
         run(settings)
     except (ExampleError, DeltaSnapshotError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; what is published stays, and the run can be continued", file=sys.stderr)
+        return 130
     print(f"\ndelta-snapshot plot {settings.sync_dir} -o pictures")
     print(f"delta-snapshot materialize {settings.sync_dir} trained")
     return 0
 
 
-def run(settings: Settings) -> list[StepRecord]:
-    """Train, and keep the servers in step.
+def run(settings: Settings) -> Trained:
+    """Train, and keep the servers in step. Blocks until the last version is served.
 
     Raises:
         ExampleError: something is missing that it needs.
@@ -79,7 +99,7 @@ def run(settings: Settings) -> list[StepRecord]:
     with ExitStack() as stack:
         publisher = stack.enter_context(DeltaPublisher(model, sync_dir=settings.sync_dir, base=base))
         servers = settings.server or (stack.enter_context(VllmServer(base, settings.out / "server.log")).url,)
-        clients = [ServerClient(url) for url in servers]
+        clients = [ServerClient(url, api_key=os.environ.get("VLLM_API_KEY")) for url in servers]
         for client in clients:
             client.wait_ready(timeout_s=settings.timeout)
         delivery: Delivery
@@ -97,7 +117,7 @@ def run(settings: Settings) -> list[StepRecord]:
         for step in range(1, settings.steps + 1):
             records.append(run_step(step, settings, task, policy, delivery, clients))
             print(_line(records[-1]), flush=True)
-    return records
+    return Trained(model, publisher.version, records)
 
 
 def run_step(

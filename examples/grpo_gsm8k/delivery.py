@@ -6,6 +6,7 @@ This is all of the example that knows how weights travel.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Pushed:
 
     def __init__(self, publisher: DeltaPublisher, servers: Sequence[str], sync_dir: str) -> None:
         self._publisher = publisher
-        self._fleet = DeltaSync(servers, sync_dir=sync_dir)
+        self._fleet = DeltaSync(servers, sync_dir=sync_dir, api_key=os.environ.get("VLLM_API_KEY"))
 
     def begin(self) -> None:
         """Have the servers look at the run, so that staging begins before the first version.
