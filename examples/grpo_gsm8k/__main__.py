@@ -76,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; what is published stays, and the run can be continued", file=sys.stderr)
         return 130
-    print(f"\ndelta-snapshot plot {settings.sync_dir} -o pictures")
-    print(f"delta-snapshot materialize {settings.sync_dir} trained")
+    print(f"\nTry next:\n  delta-snapshot plot {settings.sync_dir} -o pictures")
+    print(f"  delta-snapshot materialize {settings.sync_dir} trained")
     return 0
 
 

@@ -220,9 +220,11 @@ def test_a_run_on_a_volume_lies_where_the_volume_is_mounted() -> None:
 def test_the_image_installs_extras_that_exist() -> None:
     text = (_FOLDER / "Dockerfile").read_text()
     [extras] = re.findall(r'"\.\[([a-z0-9,]+)\]"', text)
-    known = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras.split(",")) <= known.keys()
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
     assert {"cli", "metrics", "s3", "gcs"} <= set(extras.split(","))
+    carried = re.findall(r"(?m)^!(.+)$", (_FOLDER / "Dockerfile.dockerignore").read_text())
+    assert {"pyproject.toml", project["readme"], *project["license-files"], "trainer_hooks", "examples"} <= set(carried)
     instructions = re.findall(r"(?m)^([A-Z]+) ", text)
     assert set(instructions) <= {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "USER", "ENTRYPOINT", "CMD"}
     [user] = re.findall(r"(?m)^USER (\d+)$", text)
