@@ -38,14 +38,14 @@ def main(argv: Sequence[str] | None = None) -> torch.nn.Module:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
 
     fleet = DeltaSync(options.server, sync_dir=options.sync_dir) if options.server else None
-    publisher = ShardedPublisher(model, sync_dir=options.sync_dir, base=options.model)
-    for step in range(1, options.steps + 1):
-        seed = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
-        tokens = torch.randint(0, model.config.vocab_size, (4, 16), generator=seed).to(device)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        publisher.sync(fleet, step=step) if fleet else publisher.publish(step=step).wait()
+    with ShardedPublisher(model, sync_dir=options.sync_dir, base=options.model) as publisher:
+        for step in range(1, options.steps + 1):
+            seed = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
+            tokens = torch.randint(0, model.config.vocab_size, (4, 16), generator=seed).to(device)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            publisher.sync(fleet, step=step) if fleet else publisher.publish(step=step)
     if dist.get_rank() == 0:
         print(f"version {publisher.version}")
     return model

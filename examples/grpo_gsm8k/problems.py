@@ -24,7 +24,8 @@ SHOTS: Final = 2
 REQUEST: Final = f"Work it out step by step. Then write one last line: {MARK} and the number alone."
 
 _BUNDLED: Final = Path(__file__).with_name("problems.jsonl")
-_NUMBER: Final = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER: Final = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
+"""Not the digits within a word, such as x2."""
 
 
 @dataclass(frozen=True, slots=True)

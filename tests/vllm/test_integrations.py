@@ -331,7 +331,7 @@ def test_word_problems_are_sampled_from_each_version_in_turn(setup: Setup, tmp_p
 
     arguments = [
         *setup.options("--steps", "2", "--lr", "1e-3", "--out", str(tmp_path)),
-        *("--questions", "3", "--samples", "4", "--max-tokens", "12", "--timeout", "120"),
+        *("--questions", "4", "--samples", "4", "--max-tokens", "16", "--timeout", "120"),
     ]
     with ExitStack() as beside:
         if way == "followed":
