@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
-    # A few minutes on two cores: a model that arrives by pip, and word problems of our own.
+    # For a machine without a GPU: a model that arrives by pip, and word problems of our own.
     "small": {
         "model": "smollm2",
         "data": "bundled",

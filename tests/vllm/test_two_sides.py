@@ -18,7 +18,7 @@ _WHY_NOT = why_not()
 def test_sampler_behind_a_slow_link_follows_exactly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.two_clusters_over_s3"]
     options = ["--model", "tiny", "--steps", "3", "--lr", "1e-3", "--out", str(tmp_path)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     arrivals = json.loads((tmp_path / "arrivals.json").read_text())
     assert [one["version"] for one in arrivals] == [1, 2, 3]
