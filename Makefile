@@ -98,7 +98,7 @@ bench-gpu-apply: $(STAMPS)/base  ## Scatter against NaN-staging on a GPU; needs 
 	$(BIN)/python -m benchmarks.gpu_apply
 
 clean:  ## Remove .venv, caches and outputs
-	rm -rf $(VENV) .venv-vllm-* .venv-fuzz .venv-skyrl .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist
+	rm -rf $(VENV) .venv-vllm-* .venv-fuzz .venv-skyrl .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out gsm8k_out two_clusters_out build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp is newer than what it was made from; a change of requirements makes it again, and nothing else does.
