@@ -16,6 +16,7 @@ from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (docs/trainers.md says what was run)")
+pytestmark = pytest.mark.slow  # processes of several ranks
 
 
 def test_zero3_publishes_what_it_gathers(ram_path: Path):
