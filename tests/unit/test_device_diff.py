@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.checkpoints import write_checkpoint
 from tests.support.lanes import LateLanes, LateStream
+from tests.support.runs import State, assert_same_state, replay
 from tests.support.strategies import bits_for, patches_for, specs
 from tests.support.tensors import TORCH_CODES, apply_by_hand, bits_of, random_bits, rng_of, special_bits, to_torch
+from trainer_hooks import DeltaPublisher
 from trainer_hooks import diff as diff_module
 from trainer_hooks.device_diff import DEVICE_BYTES, DeviceDiff, DiffOn
 from trainer_hooks.diff import Piece, TensorDiff, diff_tensor, pieces
@@ -280,3 +284,33 @@ def test_host_tensors_have_no_lanes_and_unknown_places_are_refused():
     )
     with pytest.raises(ValueError, match="diff_on must be one of"):
         DeviceDiff("gpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_published_chain_is_what_the_weights_were_once_the_queue_had_come_to_the_call(
+    tmp_path: Path, way: DiffOn, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+):
+    lanes = LateLanes()
+    monkeypatch.setattr("trainer_hooks.publisher.DeviceDiff", lambda asked: on(lanes, asked))
+    spec = TensorSpec("w", (30, 10), "BF16")
+    states = [random_bits("BF16", spec.numel, number) for number in range(4)]
+    live = to_torch(states[0], spec)
+    base = write_checkpoint(tmp_path / "base", {"w": live.clone()})
+    wanted: list[State] = [{"w": bits} for bits in states]
+    with DeltaPublisher(
+        {"w": live}, sync_dir=str(tmp_path / "run"), base=base, diff_on=way, asynchronous=asynchronous, threads=2
+    ) as publisher:
+        for bits in states[1:]:
+            lanes.stream.queue(lambda bits=bits: live.copy_(to_torch(bits, spec)))  # an optimizer's step
+            publisher.publish()
+            assert lanes.busy == 0
+            live.zero_()  # as soon as it may be
+    for found, state in zip(replay(tmp_path / "run", base, tmp_path), wanted, strict=True):
+        assert_same_state(found, state)
+    assert (lanes.copies["to device"] > 0) == (way == "device")
+
+
+def test_publisher_refuses_a_place_that_there_is_not(tmp_path: Path):
+    with pytest.raises(ValueError, match="diff_on must be one of"):
+        DeltaPublisher({}, sync_dir=str(tmp_path / "run"), base=tmp_path, diff_on="gpu")  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()

@@ -24,7 +24,7 @@ class Slabs:
         if num_bytes > self.room:
             raise RuntimeError("CUDA error: out of memory")
         self.room -= num_bytes
-        self.given.append(np.full(num_bytes, 0x5A, np.uint8))
+        self.given.append(np.zeros(num_bytes, np.uint8))
         return self.given[-1]
 
 
