@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm test-skyrl lint typecheck format pictures bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply fuzz faults clean
+.PHONY: help setup demo test test-fast test-vllm test-skyrl lint typecheck format pictures bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply bench-gpu-diff fuzz faults clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -96,6 +96,9 @@ bench-stores: $(STAMPS)/base  ## A payload in and out of a folder, S3 and GCS, b
 
 bench-gpu-apply: $(STAMPS)/base  ## Scatter against NaN-staging on a GPU; needs no vLLM, says so where there is no GPU
 	$(BIN)/python -m benchmarks.gpu_apply
+
+bench-gpu-diff: $(STAMPS)/base  ## The diff of weights on a GPU, there and on the host, beside a copy of the model; says so where there is no GPU
+	$(BIN)/python -m benchmarks.gpu_diff
 
 clean:  ## Remove .venv, caches and outputs
 	rm -rf $(VENV) .venv-vllm-* .venv-fuzz .venv-skyrl .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist

@@ -31,7 +31,7 @@ DiffOn = Literal["auto", "device", "host"]
 
 DEVICE_BYTES: Final = LANES * PIECE_ELEMENTS * 48
 """What comparing on a device may take there: of a piece at most the baseline, a cast, a mask, and positions and values
-of what differs, should all of it. 384 MiB, for elements of eight bytes that all changed; usually a tenth."""
+of what differs, should all of it: 384 MiB, for elements of eight bytes that all changed."""
 
 Marks = Mapping[torch.device, object]
 """By device, the point in the trainer's stream from which on the weights are what they are."""

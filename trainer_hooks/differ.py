@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import torch
 
@@ -23,6 +24,9 @@ __all__ = ["Differ", "Fingerprints", "check_names", "diff_pieces"]
 Fingerprints = dict[tuple[str, ...], Hashable]
 """By the names of a source item, its fingerprint when it was last published."""
 
+_DEVICE_DIFF: Final = DeviceDiff()
+"""For those who do not say; one, since lanes and the memory that their streams have used are kept."""
+
 
 class Differ:
     """See the module. Use it once.
@@ -33,7 +37,7 @@ class Differ:
         baseline: what was published.
         base_model: where the base checkpoint is, for messages.
         known: the fingerprints of the last publication.
-        device_diff: where to compare what lies on an accelerator; by default `DeviceDiff()`.
+        device_diff: where to compare what lies on an accelerator; by default as ``auto``.
 
     Attributes:
         fingerprints: those of this pass, once it is at its end.
@@ -112,10 +116,10 @@ def diff_pieces(
         pieces: those of every tensor, one after the other. Taken in the caller's thread: on an accelerator, they are
             read once its current stream has come to where it is when they were given.
         pool: threads to compare on; ``None`` for the caller's.
-        device_diff: where to compare what lies on an accelerator; by default `DeviceDiff()`.
+        device_diff: where to compare what lies on an accelerator; by default as ``auto``.
         is_digested: see `difference`.
     """
-    on_devices = (device_diff or DeviceDiff()).begin()
+    on_devices = (device_diff or _DEVICE_DIFF).begin()
 
     def compare(marked: tuple[list[Piece], Marks]) -> list[tuple[Piece, TensorDiff | None]]:
         batch, marks = marked
