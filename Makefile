@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm test-skyrl lint typecheck format pictures docs bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply fuzz faults package licences clean
+.PHONY: help setup demo test test-fast test-vllm test-skyrl lint typecheck format pictures docs bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply bench-gpu-diff fuzz faults package licences clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -102,6 +102,8 @@ bench-stores: $(STAMPS)/base  ## A payload in and out of a folder, S3 and GCS, b
 bench-gpu-apply: $(STAMPS)/base  ## Scatter against NaN-staging on a GPU; needs no vLLM, says so where there is no GPU
 	$(BIN)/python -m benchmarks.gpu_apply
 
+bench-gpu-diff: $(STAMPS)/base  ## The diff of weights on a GPU, there and on the host, beside a copy of the model; says so where there is no GPU
+	$(BIN)/python -m benchmarks.gpu_diff
 package: $(RELEASE)/.stamps/tools  ## Build wheel and sdist into dist/, check them, and try the wheel where nothing else is installed
 	rm -rf dist
 	$(RELEASE)/bin/python -m build --no-isolation
