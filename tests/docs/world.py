@@ -37,13 +37,12 @@ class World:
 
     Args:
         folder: where everything is.
-        servers: URLs of vLLM servers that run on the base; empty for pages that need none.
-        is_shared: whether the pages go on with one run, as those servers do, or each has its own.
+        servers: URLs of vLLM servers that run on the base; empty for pages that need none. Pages that have servers go
+            on with one run, as those do; of the others each has its own.
     """
 
     folder: Path
     servers: Sequence[str] = ()
-    is_shared: bool = False
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @cached_property
@@ -92,12 +91,12 @@ class World:
     @cached_property
     def commands(self) -> Path:
         """A folder with the command, which is forked instead of started: see `quick_command`."""
-        return self.stack.enter_context(quick_command(self.folder / "venv"))
+        return self.stack.enter_context(quick_command(self.folder / "venv", ["vllm"] if self.servers else []))
 
     def desk(self, page: str) -> Desk:
         """Return a place for the blocks of a page."""
         name = re.sub(r"\W", "-", page)
-        root = self.folder / "shared" if self.is_shared else self.folder / f"root-{name}"
+        root = self.folder / "shared" if self.servers else self.folder / f"root-{name}"
         if not root.exists():
             (root / "shared").mkdir(parents=True)
             (root / "models").mkdir()
