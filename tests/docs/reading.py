@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 from tests.docs import names
 from tests.docs.blocks import ROOT, Block, blocks_of
 from tests.docs.code import check_code, names_wanted, run_code
-from tests.docs.commands import check_cli, check_make, check_pip, check_serve
+from tests.docs.commands import arguments_of_server, check_cli, check_make, check_pip
 from tests.docs.data import check_data
 from tests.docs.shell import Shell, Statement, statements, without_prompts
 from tests.docs.world import Desk, World
@@ -91,19 +91,24 @@ class Reading:
             for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
                 patched.setenv(name, value)  # as torchrun has them
             patched.setenv("MASTER_PORT", str(self.desk.port))
-            for node in re.findall(r'"node(\d)-8000"', text) if "wait_applied" in text else ():
-                log = self.desk.here / f"follower-{node}.log"
-                stack.enter_context(
-                    follower(self.desk.sync_dir, self.desk.server(int(node)), log, "--sampler", f"node{node}-8000")
-                )
             names.prepare(names_wanted(text), self.namespace, self.desk)
+            if "wait_applied" in text:
+                self._have_acknowledged(text, stack)
             run_code(block, text, self.namespace)
             names.settle(self.namespace)
+
+    def _have_acknowledged(self, text: str, stack: contextlib.ExitStack) -> None:
+        """Have followers run beside the servers that are waited for; where there are none, their words are written."""
+        if not self.world.servers:
+            names.acknowledge(self.namespace["publisher"], self.desk)
+        for node in re.findall(r'"node(\d)-8000"', text) if self.world.servers else ():
+            log, server = self.desk.here / f"follower-{node}.log", self.desk.server(int(node))
+            stack.enter_context(follower(self.desk.sync_dir, server, log, "--sampler", f"node{node}-8000"))
 
     def _run_commands(self, block: Block, text: str) -> None:
         found = list(statements(text))
         runnable = [part for part in found if self._check(part) and block.not_run is None]
-        said = [self._follow(part) or self._run(block, [part]) for part in runnable]
+        said = [self._follow(part) or self._run(block, part) for part in runnable]
         self.outputs[block.line] = "".join(said)
 
     def _check(self, part: Statement) -> bool:
@@ -119,18 +124,19 @@ class Reading:
         for place, word in enumerate(words):
             if Path(word).name == "delta-snapshot":
                 check_cli(words[place + 1 :])
-        if words[:2] == ["vllm", "serve"] or "vllm.entrypoints.openai.api_server" in words:
-            with contextlib.suppress(ModuleNotFoundError):  # no vLLM here: tests/vllm has the pages that run one
-                check_serve(words, part.text.split())
-            return False
-        return True
+        return arguments_of_server(words) is None  # those that start one: tests/vllm/test_docs.py
 
-    def _run(self, block: Block, parts: Sequence[Statement]) -> str:
-        environment = self.desk.environment(block)
+    def _run(self, block: Block, part: Statement) -> str:
+        is_costly = "doctor" in part.text and "--model" in part.text  # starts an engine
+        if is_costly and part.words() in self.world.costly:
+            return ""  # another page has it too
         try:
-            return self.shell.run(parts, timeout_s=TIMEOUT_S, **environment)
+            said = self.shell.run([part], timeout_s=TIMEOUT_S, **self.desk.environment(block))
         except AssertionError as error:
-            raise AssertionError(f"{block.page}:{block.line + parts[0].line}: {parts[0].text}\n{error}") from None
+            raise AssertionError(f"{block.page}:{block.line + part.line}: {part.text}\n{error}") from None
+        if is_costly:
+            self.world.costly.append(part.words())
+        return said
 
     def _follow(self, part: Statement) -> str:
         """Run a follower until it is ready, then end it; return what it wrote, or nothing if it is no follower."""

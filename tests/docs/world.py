@@ -39,10 +39,12 @@ class World:
         folder: where everything is.
         servers: URLs of vLLM servers that run on the base; empty for pages that need none. Pages that have servers go
             on with one run, as those do; of the others each has its own.
+        costly: commands that were run and start an engine of their own, which once is enough for.
     """
 
     folder: Path
     servers: Sequence[str] = ()
+    costly: list[list[str]] = field(default_factory=list)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @cached_property

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.docs.blocks import Block, blocks_of, parameters
+from tests.docs.blocks import Block, blocks_of, pages, parameters
+from tests.docs.commands import arguments_of_server, check_server
 from tests.docs.reading import Library
 from tests.docs.shell import statements
 from tests.docs.world import World
@@ -16,14 +17,20 @@ from tests.support.server import ServerProcess
 from tests.support.stub_server import EngineStub, answering
 from tests.support.tiny_tokenizer import save_tokenizer
 
-HEAVY = ("vllm.entrypoints.openai.cli_args", "trl.trainer.grpo_trainer")
+HEAVY = ("vllm.entrypoints.launchers.cli_args", "trl.trainer.grpo_trainer")
+
+
+def server_commands() -> list[tuple[Block, list[str]]]:
+    """Return the arguments of every server that a page starts, run or not."""
+    shown = [block for page in pages() for block in blocks_of(page) if block.language == "bash"]
+    found = [(block, arguments_of_server(part.words())) for block in shown for part in statements(block.text)]
+    return [(block, arguments) for block, arguments in found if arguments is not None]
 
 
 def options_of_readme() -> list[str]:
     """Return what README.md starts a server with, but for the model."""
-    commands = [part for block in blocks_of("README.md") if block.language == "bash" for part in statements(block.text)]
-    [words] = [part.words() for part in commands if part.words()[:2] == ["vllm", "serve"]]
-    return words[3:]
+    [arguments] = [arguments for block, arguments in server_commands() if block.page == "README.md"]
+    return arguments[1:]
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +58,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
 @pytest.mark.parametrize("block", parameters(needs_engine=True))
 def test_block(block: Block, library: Library) -> None:
     library.read(block)
+
+
+def test_vllm_takes_every_server_command() -> None:
+    for block, arguments in server_commands():
+        check_server(arguments)
+        assert "VLLM_SERVER_DEV_MODE=1" in block.text, f"{block}: there would be no routes for updates"
+    with pytest.raises(AssertionError):
+        check_server(["/models/base", "--weight-transfer-configs", "{}"])
