@@ -47,7 +47,7 @@ def main() -> int:
     base = prepare_base(read_settings())
     specs = Checkpoint(base).specs
     recorded: list[dict[str, Any]] = []
-    merged: dict[str, float] = {}
+    merged: dict[str, float | int] = {}
     for learning_rate, steps in LEARNING_RATES.items():
         chain = []
         for number, (before, after) in enumerate(record(base, learning_rate, steps)):
@@ -113,14 +113,15 @@ def _bound(before: Weights, after: Weights) -> float:
     return float(position_bits / differences.size - np.sum(shares * np.log2(shares))) / 8
 
 
-def measure_merge(chain: list[list[Change]]) -> dict[str, float]:
+def measure_merge(chain: list[list[Change]]) -> dict[str, float | int]:
     """Measure what recorded versions come to when they are merged, and how long that takes."""
     singles = sum(_encoded_bytes(step) for step in chain)
     started = time.process_time()
     merged = list(merge(chain))
     seconds = time.process_time() - started
     return {
-        f"merged_ratio_{len(chain)}": round(_encoded_bytes(merged) / singles, 3),
+        "merged_steps": len(chain),
+        "merged_ratio": round(_encoded_bytes(merged) / singles, 3),
         "merge_s": round(seconds, 3),
         "merged_changes": sum(change.changed for change in merged),
         "sum_of_changes": sum(change.changed for step in chain for change in step),
@@ -227,7 +228,11 @@ def write_report(result: dict[str, Any], specs: Specs) -> None:
         f"`make bench-encodings`. SmolLM2-135M-Instruct ({elements / 1e6:.0f} M bf16 weights), GRPO on arithmetic with"
         f" AdamW on fp32 master weights, recorded in this run; below, weights moved along one real update direction until"
         f" a given share changes. {machine()}. Every row was decoded and compared bit for bit. `auto` is what `publish`"
-        " sends by default. *order-0 bound* is what no coder of independent positions and differences can beat. The others are re-implementations (`benchmarks/peers.py`) of what their projects send.",
+        " sends by default. *order-0 bound* is what no coder of independent positions and differences can beat. The"
+        " others are re-implementations (`benchmarks/peers.py`) of what their projects send."
+        f" The {result['merged_steps']} steps of the last learning rate merged into one delta take"
+        f" {result['merged_ratio']} of the bytes that they take one by one ({result['merged_changes'] / 1e6:.1f} M"
+        f" changes of {result['sum_of_changes'] / 1e6:.1f} M), made in {result['merge_s']} s.",
         ["weights", "density", *names],
         [
             [what, f"{100 * row['density']:.3f} %", *(f"{row['bytes'][name]:.3f}" for name in names)]

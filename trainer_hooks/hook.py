@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["publish_after_steps"]
+__all__ = ["check_every", "publish_after_steps"]
 
 
 def publish_after_steps(
@@ -29,8 +29,7 @@ def publish_after_steps(
     Raises:
         ValueError: `every` is less than 1.
     """
-    if every < 1:
-        raise ValueError(f"every must be at least 1, not {every}")
+    check_every(every)
     step = first_step - 1
 
     def after_step(*_: Any) -> None:
@@ -40,3 +39,13 @@ def publish_after_steps(
             publish(step)
 
     return optimizer.register_step_post_hook(after_step)
+
+
+def check_every(every: int) -> None:
+    """Check how many optimizer steps lie between two publications.
+
+    Raises:
+        ValueError: it is less than 1.
+    """
+    if every < 1:
+        raise ValueError(f"every must be at least 1, not {every}")

@@ -16,8 +16,23 @@ The way of the data, and where to read it::
 Importing this package imports neither vLLM nor torch.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from vllm_delta_snapshot._version import __version__
 from vllm_delta_snapshot.errors import DeltaSnapshotError
-from vllm_delta_snapshot.types import TensorPatch, TensorSpec
+
+if TYPE_CHECKING:
+    from vllm_delta_snapshot.types import TensorPatch, TensorSpec
 
 __all__ = ["DeltaSnapshotError", "TensorPatch", "TensorSpec", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    # numpy comes with the types, and takes longer to import than all else that `delta-snapshot --help` needs.
+    if name in ("TensorPatch", "TensorSpec"):
+        from vllm_delta_snapshot import types
+
+        return getattr(types, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,6 +27,7 @@ from vllm_delta_snapshot.materialize import PROVENANCE_NAME, materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.shortcut import commit_shortcut
 from vllm_delta_snapshot.store import Store
+from vllm_delta_snapshot.traffic import WRITTEN, count_bytes
 
 __all__ = ["AnchorReport", "write_anchor"]
 
@@ -146,6 +147,7 @@ def _blocks(path: Path, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
+            count_bytes(WRITTEN, len(block))
             yield memoryview(block)
 
 

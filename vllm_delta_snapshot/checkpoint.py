@@ -20,6 +20,7 @@ from vllm_delta_snapshot.format.layout import check_file_name
 from vllm_delta_snapshot.format.metadata import MAX_METADATA_BYTES
 from vllm_delta_snapshot.format.safetensors_io import MappedFile
 from vllm_delta_snapshot.regular_file import read_bounded
+from vllm_delta_snapshot.traffic import COPIED, count_bytes
 from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["INDEX_NAME", "Checkpoint"]
@@ -63,10 +64,15 @@ class Checkpoint:
         for name, spec in self.specs.items():
             yield spec, self.bits(name)
 
+    def _counted(self) -> Iterator[tuple[TensorSpec, Bits]]:
+        for spec, bits in self.items():
+            yield spec, bits
+            count_bytes(COPIED, bits.nbytes)
+
     @cached_property
     def state_digest(self) -> str:
         """The state digest of the checkpoint. Reads every byte, once."""
-        return format_digest(state_digest(self.items()))
+        return format_digest(state_digest(self._counted()))
 
     @property
     def total_elements(self) -> int:

@@ -26,6 +26,7 @@ from vllm_delta_snapshot.format.metadata import DeltaMetadata, FileEntry, Tensor
 from vllm_delta_snapshot.format.openrl_write import is_openrl_tensor
 from vllm_delta_snapshot.ordered import ordered_map
 from vllm_delta_snapshot.store import Store
+from vllm_delta_snapshot.traffic import WRITTEN, count_bytes
 from vllm_delta_snapshot.types import Change, TensorDifference, TensorSpec
 
 __all__ = [
@@ -364,6 +365,7 @@ def _write_file(store: Store, folder: str, planned: PlannedFile) -> FileEntry:
     def hashed(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
         for chunk in chunks:
             digest.update(chunk)
+            count_bytes(WRITTEN, len(chunk))
             yield chunk
 
     num_bytes = store.put(f"{folder}/{planned.name}", hashed(planned.chunks()))

@@ -136,6 +136,13 @@ class DeltaSnapshotError(Exception):
         fields = {name: getattr(self, name) for name in ("what", "file", "tensor", "expected", "found", "hint")}
         return {"kind": type(self).__name__} | {k: None if v is None else str(v) for k, v in fields.items()}
 
+    def placed(self, *, file: str, hint: str) -> DeltaSnapshotError:
+        """Return this error with a file and a hint, where it has none of its own."""
+        fields = {name: getattr(self, name) for name in ("tensor", "expected", "found")}
+        placed = type(self)(self.what, file=self.file or file, hint=self.hint or hint, **fields)
+        placed.__cause__ = self
+        return placed
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process borders (a stager's report, an engine's reply); keep the fields with them.
         fields = {key: getattr(self, key) for key in ("file", "tensor", "expected", "found", "hint")}

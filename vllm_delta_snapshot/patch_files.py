@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.traffic import COPIED, count_bytes
 from vllm_delta_snapshot.types import TensorPatch
 
 __all__ = ["copied_files", "copy_checkpoint", "write_patches"]
@@ -60,6 +61,7 @@ def _copy_file(source: Path, target: Path, buffer: memoryview) -> None:
     try:
         with source.open("rb", buffering=0) as reader, target.open("wb", buffering=0) as writer:
             while count := reader.readinto(buffer):
+                count_bytes(COPIED, count)
                 current, rest = target, buffer[:count]
                 while len(rest):
                     rest = rest[writer.write(rest) :]

@@ -9,23 +9,25 @@ store.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from vllm_delta_snapshot.chain import Step
-from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, DeltaSnapshotError, StoreUnavailable
+from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, ChainError, DeltaSnapshotError, StoreUnavailable
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.version import DeltaRecord, VersionRecord
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.anchor import fetch_anchor
 from vllm_delta_snapshot.stage.replay import opened_version
 
-__all__ = ["RunProblem", "RunVerification", "check_link", "verify_run"]
+__all__ = ["Check", "Progress", "RunProblem", "RunVerification", "Verifier", "check_link", "verify_run"]
 
 Progress = Callable[[int, int, int], None]
 """Called with (records done, records in all, bytes read so far)."""
+Check = Callable[[], int]
+"""Looks at something; returns how many bytes of payload were good, and raises what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class RunVerification:
         pruned: deltas of versions up to this one are gone; 0 if none is.
         anchors: how many anchors were looked at.
         merged: how many merged deltas were looked at.
+        newest_proven: the newest version whose weights were recomputed (`verify_deep`); ``None`` if none was.
+        not_checked: sentences: what could not be, though it was asked.
     """
 
     run_id: str
@@ -63,6 +67,8 @@ class RunVerification:
     pruned: int = 0
     anchors: int = 0
     merged: int = 0
+    newest_proven: int | None = None
+    not_checked: list[str] = field(default_factory=list)
 
     @property
     def is_ok(self) -> bool:
@@ -84,11 +90,11 @@ def verify_run(folder: RunFolder, *, progress: Progress | None = None) -> RunVer
         ObjectNotFound, CorruptFile, UnsupportedFormat: there is no readable run.json.
         StoreUnavailable: the store went away.
     """
-    return _Verifier(folder, progress).verify()
+    return Verifier(folder, progress).verify()
 
 
-class _Verifier:
-    """One pass over a run."""
+class Verifier:
+    """One pass over a run. `verify_deep` has another that does more."""
 
     def __init__(self, folder: RunFolder, progress: Progress | None) -> None:
         run = folder.read_run()
@@ -98,6 +104,7 @@ class _Verifier:
         self._existing, self._shortcuts = folder.versions(), folder.shortcuts()
         self._digests = {0: run.base.state_digest}
         self._committed: set[str] = set()
+        self._at = folder.store.uri  # what was looked at last, for errors that do not say it
         self._result = RunVerification(
             run.run_id,
             versions=len(self._existing),
@@ -108,27 +115,42 @@ class _Verifier:
         )
 
     def verify(self) -> RunVerification:
-        checks = [(version, partial(self._version, version)) for version in self._existing]
-        checks += [(step[1], partial(self._merged, step)) for step in self._shortcuts.merged]
-        checks += [(version, partial(self._anchor, version)) for version in self._shortcuts.anchors]
+        """Look at everything. Raises: see `verify_run`."""
+        checks = list(self._checks())
         for done, (version, check) in enumerate(checks, start=1):
-            try:
-                self._result.payload_bytes += check()
-            except StoreUnavailable:
-                raise
-            except DeltaSnapshotError as error:
-                self._result.problems.append(RunProblem(version, error))
+            self._run_check(version, check)
             if self._progress:
                 self._progress(done, len(checks), self._result.payload_bytes)
         self._result.leftovers = [name for name in _delta_folders(self._folder) if name not in self._committed]
         return self._result
+
+    def _checks(self) -> Iterator[tuple[int, Check]]:
+        """Yield what to look at, each with its version, in order."""
+        for version in self._existing:
+            yield version, partial(self._version, version)
+        for step in self._shortcuts.merged:
+            yield step[1], partial(self._merged, step)
+        for version in self._shortcuts.anchors:
+            yield version, partial(self._anchor, version)
+
+    def _run_check(self, version: int, check: Check) -> None:
+        try:
+            self._result.payload_bytes += check()
+        except StoreUnavailable:
+            raise
+        except DeltaSnapshotError as error:
+            self._result.problems.append(RunProblem(version, error.placed(file=self._at, hint=self._hint())))
 
     def _version(self, version: int) -> int:
         before = max(self._digests)
         record = self._folder.read_version(version)
         self._committed.add(record.folder)
         self._digests[version] = record.state_digest
-        check_link(record, before, self._digests[before])
+        try:
+            check_link(record, before, self._digests[before])
+        except ChainError as error:
+            file = f"{self._folder.store.uri}/{layout.version_key(version)}"
+            raise error.placed(file=file, hint=self._hint()) from error
         if version <= self._shortcuts.pruned:
             return 0
         self._open(record)
@@ -144,6 +166,7 @@ class _Verifier:
                 f"the merged delta from version {step[0]} to {step[1]} does not lead from one to the other",
                 expected=f"state digests {ends[0]} and {ends[1]}",
                 found=f"state digests {found[0]} and {found[1]}",
+                file=f"{self._folder.store.uri}/{record.folder}",
             )
         self._open(record)
         return record.payload_bytes
@@ -154,7 +177,14 @@ class _Verifier:
             fetch_anchor(self._folder, record, Path(temporary))
         return record.payload_bytes
 
+    def _hint(self) -> str:
+        return (
+            "Engines keep the version before; restore the file from a copy, or let them start from a later anchor. "
+            f"See what there is: delta-snapshot log {self._folder.store.uri}"
+        )
+
     def _open(self, record: DeltaRecord) -> None:
+        self._at = f"{self._folder.store.uri}/{record.folder}"
         with opened_version(self._folder, record, self._specs):
             pass  # that it opens is the check
 

@@ -35,7 +35,7 @@ class Told:
         self.failures.append(type(error).__name__)
 
 
-def fault_behind(folder: Path, rank: int, arm: Arm) -> dict[str, Any]:
+def fault_behind(folder: Path, rank: int | None, arm: Arm) -> dict[str, Any]:
     """As `shard_faults.fault`, behind the step: what fails is raised by a later call."""
     rows = _begun(folder)
     publisher = rows.publisher(folder, timeout_s=1.0 if "silent" in folder.name else 30.0, asynchronous=True)
@@ -43,7 +43,7 @@ def fault_behind(folder: Path, rank: int, arm: Arm) -> dict[str, Any]:
     publisher.publish()
     publisher.drain()
     rows.step(2)
-    if dist.get_rank() == rank:
+    if rank in (None, dist.get_rank()):
         arm(publisher, rows)
     outcomes = [attempt(publisher.publish)]
     rows.step(3)

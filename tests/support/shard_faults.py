@@ -145,7 +145,7 @@ FAULTS: dict[str, tuple[int, Arm]] = {
 }
 """By name: on which rank, and what sets it up."""
 
-DEATHS: dict[str, tuple[int, Arm]] = {
+DEATHS: dict[str, tuple[int | None, Arm]] = {
     "rank 1 at the start": (1, lambda p, _: once(p._ranks, "_send", _die)),
     "rank 1 while it writes": (1, lambda p, _: once(p._store, "put", _die)),
     "rank 2 when it has written": (2, lambda p, _: once(p._store, "put", _die_after)),
@@ -154,7 +154,10 @@ DEATHS: dict[str, tuple[int, Arm]] = {
     "rank 0 while it writes": (0, lambda p, _: once(p._store, "put", _die)),
     "rank 0 before the commit": (0, lambda p, _: once(p._store, "create", _die)),
     "rank 0 after the commit": (0, lambda p, _: once(p._store, "create", _die_after)),
+    "all ranks while they write": (None, lambda p, _: once(p._store, "put", _die)),
+    "all ranks before they move on": (None, lambda p, _: once(_held(p), "advance", _die)),
 }
+"""By name: which rank, or all of them, and what sets it up."""
 
 
 def attempt(call: Callable[[], Any]) -> dict[str, Any]:
@@ -167,7 +170,7 @@ def attempt(call: Callable[[], Any]) -> dict[str, Any]:
     return outcome | {"seconds": time.monotonic() - started}
 
 
-def fault(folder: Path, rank: int, arm: Arm) -> dict[str, Any]:
+def fault(folder: Path, rank: int | None, arm: Arm) -> dict[str, Any]:
     """Publish, publish with a fault on one rank, and publish twice again."""
     rows = Rows()
     if dist.get_rank() == 0:
@@ -177,7 +180,7 @@ def fault(folder: Path, rank: int, arm: Arm) -> dict[str, Any]:
     rows.step(1)
     publisher.publish()
     rows.step(2)
-    if dist.get_rank() == rank:
+    if rank in (None, dist.get_rank()):
         arm(publisher, rows)
     outcomes = [attempt(publisher.publish)]
     rows.step(3)

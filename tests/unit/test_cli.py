@@ -42,24 +42,47 @@ def python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
 # --- the command itself
 
 
-def test_help_is_quick_and_names_all_verbs():
-    # Of the time on the processor, since others may have it meanwhile; and the first start reads the disk.
-    for _ in range(3):
+HEAVY = {"numpy", "pydantic", "rich", "torch", "vllm", "transformers", "boto3", "google", "matplotlib", "xxhash"}
+
+
+@pytest.mark.parametrize("args", [("--help",), ("follow", "--help")], ids=" ".join)
+def test_help_is_there_at_once(args: tuple[str, ...]):
+    # Of the time on the processor, since others may have it meanwhile; the best of some, since they share its cache.
+    best = float("inf")
+    for _ in range(8):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        ended = subprocess.run([COMMAND, "--help"], capture_output=True, text=True, check=True)
+        ended = subprocess.run([COMMAND, *args], capture_output=True, text=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        if seconds < 1:
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert ended.stderr == ""
+        if best < 0.3:
             break
-    assert seconds < 1
-    assert ended.stderr == ""
-    assert [verb for verb in VERBS if verb not in ended.stdout] == []
-    assert "not vLLM's process snapshots" in ended.stdout
+    assert best < 0.3
+
+
+def test_help_names_all_verbs():
+    outcome = Outcome("--help")
+    outcome.assert_ok()
+    assert [verb for verb in VERBS if verb not in outcome.stdout] == []
+    assert "not vLLM's process snapshots" in " ".join(outcome.stdout.split())
+    assert "..." not in outcome.stdout.partition("Commands:")[2]  # none is cut off
 
 
 def test_help_imports_nothing_heavy():
-    code = "import vllm_delta_snapshot.cli.app; print({'torch', 'vllm'} & sys.modules.keys())"
-    assert python(code).stdout == "set()\n"
+    # One process for all verbs: what any of them imports stays.
+    code = f"""
+from vllm_delta_snapshot.cli import main
+for verb in [None, *{VERBS!r}]:
+    sys.argv = ["delta-snapshot", *([verb] if verb else []), "--help"]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code
+print({HEAVY!r} & sys.modules.keys())
+"""
+    ended = python(code)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.endswith("\nset()\n")
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -182,6 +205,9 @@ def test_verify_of_a_good_run_has_the_documented_fields(pristine: TinyRun):
         "pruned_up_to": 0,
         "anchors": 0,
         "merged": 0,
+        "is_deep": False,
+        "newest_proven": None,
+        "not_checked": [],
     }
     assert snapshot_of(pristine.sync_dir) == before
 

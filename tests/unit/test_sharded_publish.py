@@ -158,7 +158,7 @@ def test_another_trainer_is_a_conflict_on_all_ranks(played: Played, way: str):
 def test_when_a_rank_dies_the_others_are_told_soon(played: Played, name: str, way: str):
     dead = DEATHS[name][0]
     ranks = played.seen["faults"]["seen"][way][name]
-    assert ["death" in seen for seen in ranks] == [number == dead for number in range(3)]
+    assert ["death" in seen for seen in ranks] == [dead in (None, number) for number in range(3)]
     for seen in ranks:
         if "death" not in seen:
             errors = [outcome for outcome in seen["outcomes"] if "error" in outcome]

@@ -25,6 +25,7 @@ from typing import Any, Self
 from accelerate import Accelerator
 from torch import nn
 
+from trainer_hooks.hook import check_every
 from trainer_hooks.integrations.rounds import FleetResult, Rounds
 from trainer_hooks.publication import Fleet, Publication
 
@@ -63,8 +64,7 @@ class AcceleratePublisher:
         strict: bool = True,
         **options: Any,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1, found {every}")
+        check_every(every)
         self._accelerator = accelerator
         self._every = every
         self._steps = 0

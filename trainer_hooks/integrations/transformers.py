@@ -19,6 +19,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trainer_hooks.hook import check_every
 from trainer_hooks.integrations.rounds import FleetResult, Rounds
 from trainer_hooks.publication import Fleet, Publication
 
@@ -61,8 +62,7 @@ class DeltaSnapshotCallback(TrainerCallback):
         strict: bool = True,
         **options: Any,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1, found {every}")
+        check_every(every)
         self._every = every
         self._settings = {
             "sync_dir": sync_dir,

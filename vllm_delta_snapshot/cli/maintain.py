@@ -20,7 +20,8 @@ __all__ = ["run_anchor", "run_compact", "run_prune"]
 
 def run_compact(sync_dir: str, start: int | None, to: int | None, *, as_json: bool) -> None:
     """Merge versions and say what came of it."""
-    with reported(as_json=as_json):
+    with reported(as_json=as_json), progress_bar("merging", as_json=as_json) as bar:
+        bar.add_task("", total=None)
         folder = open_run(sync_dir)
         newest = max(folder.versions(), default=0) if to is None else to
         if start is None:

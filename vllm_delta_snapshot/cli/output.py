@@ -11,18 +11,22 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from vllm_delta_snapshot.errors import CompatibilityError, DeltaSnapshotError, LimitExceeded, StoreUnavailable
 from vllm_delta_snapshot.report.text import human_bytes, printable
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
+from vllm_delta_snapshot.traffic import moved_bytes
 
 __all__ = [
     "EXIT_PROBLEM",
@@ -122,18 +126,54 @@ def data_only_on_stdout() -> Iterator[None]:
         os.close(kept)
 
 
+class _Moved(ProgressColumn):
+    """How many bytes were moved since it was made, and how many a second just now."""
+
+    def __init__(self, moved: Callable[[], int]) -> None:
+        super().__init__()
+        self._moved = moved
+        self._first = moved()
+        self._seen: deque[tuple[float, int]] = deque(maxlen=32)
+
+    def render(self, task: Task) -> Text:
+        """See `ProgressColumn`."""
+        del task
+        now, moved = time.monotonic(), self._moved() - self._first
+        self._seen.append((now, moved))
+        then, before = self._seen[0]
+        rate = (moved - before) / (now - then) if now > then else 0.0
+        return Text(f"{human_bytes(moved)}  {human_bytes(int(rate))}/s")
+
+
+class _Counted(ProgressColumn):
+    """How many of how many are done."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
+    def render(self, task: Task) -> Text:
+        """See `ProgressColumn`."""
+        if task.total is None:
+            return Text("")
+        if self._unit == "bytes":
+            return Text(f"{human_bytes(int(task.completed))} of {human_bytes(int(task.total))}")
+        return Text(f"{task.completed:.0f}/{task.total:.0f} {self._unit}")
+
+
 @contextlib.contextmanager
-def progress_bar(title: str, *, as_json: bool, unit: str = "versions") -> Iterator[Progress]:
+def progress_bar(
+    title: str, *, as_json: bool, unit: str = "versions", moved: Callable[[], int] = moved_bytes
+) -> Iterator[Progress]:
     """Show a progress bar on stderr; none if that is no terminal, with ``--json``, or if the user wants none.
 
     Args:
         title: what is being done.
         as_json: whether ``--json`` was given.
-        unit: what is counted; ``bytes`` also shows the rate.
+        unit: what is counted.
+        moved: returns how many bytes were moved so far; by default all that this process moves.
     """
     is_off = as_json or not sys.stderr.isatty() or bool(os.environ.get("DELTA_SNAPSHOT_NO_PROGRESS"))
-    counted = TextColumn(f"{{task.completed}}/{{task.total}} {unit}")
-    amounts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (counted,)
-    columns = (TextColumn(title), BarColumn(), *amounts)
+    columns = (TextColumn(title), BarColumn(), _Counted(unit), _Moved(moved), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=is_off, transient=True) as progress:
         yield progress

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,35 +21,52 @@ from vllm_delta_snapshot.cli.output import (
     reported,
 )
 from vllm_delta_snapshot.cli.server import client_of
-from vllm_delta_snapshot.cli.targets import find_foreign
+from vllm_delta_snapshot.cli.targets import base_or_anchor, find_foreign
 from vllm_delta_snapshot.drive.sync import verify_server
+from vllm_delta_snapshot.verify_deep import verify_deep
 from vllm_delta_snapshot.verify_run import RunVerification, verify_run
 
 __all__ = ["run"]
 
 
-def run(targets: Sequence[str], base: Path | None, *, as_json: bool) -> None:
+def run(targets: Sequence[str], base: Path | None, *, is_deep: bool, scratch: Path | None, as_json: bool) -> None:
     """Verify a run, or deltas of other tools; print every problem, and exit with 1 if there is one."""
     with reported(as_json=as_json):
         chain = find_foreign(targets)
     if chain is not None:
-        command = f"delta-snapshot verify {' '.join(targets)}"
+        if is_deep:
+            raise typer.BadParameter("--deep is for runs of this tool; deltas of others are replayed in any case")
+        command = f"delta-snapshot verify {shlex.join(targets)}"
         verify_foreign.run(chain, base, command=command, as_json=as_json)
     else:
-        _run(targets[0], base, as_json=as_json)
+        _run(targets[0], base, is_deep=is_deep, scratch=scratch, as_json=as_json)
 
 
-def _run(sync_dir: str, base: Path | None, *, as_json: bool) -> None:
-    with reported(as_json=as_json), progress_bar("verifying", as_json=as_json) as bar:
+def _run(sync_dir: str, base: Path | None, *, is_deep: bool, scratch: Path | None, as_json: bool) -> None:
+    title = "proving" if is_deep else "verifying"
+    with reported(as_json=as_json), progress_bar(title, as_json=as_json, unit="records") as bar:
         folder = open_run(sync_dir)
-        if base is not None:
-            raise typer.BadParameter("--base goes with deltas of SkyRL or OpenRL; a run is verified without it")
         task = bar.add_task("", total=None)
-        found = verify_run(folder, progress=lambda done, total, _: bar.update(task, completed=done, total=total))
+
+        def progress(done: int, total: int, _: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        if is_deep:
+            command = f"delta-snapshot verify --deep {shlex.quote(sync_dir)}"
+            newest = max(folder.versions(), default=0)
+            checkpoint = base_or_anchor(folder, newest, base, command=command, as_json=as_json)
+            found = verify_deep(folder, checkpoint, scratch=scratch, progress=progress)
+        elif base is not None or scratch is not None:
+            raise typer.BadParameter(
+                "--base and --scratch go with --deep, or with deltas of SkyRL or OpenRL; else a run is verified "
+                "without its base"
+            )
+        else:
+            found = verify_run(folder, progress=progress)
     if as_json:
-        print_json(_as_json(found))
+        print_json(_as_json(found, is_deep=is_deep))
     else:
-        _print(found)
+        _print(found, is_deep=is_deep)
     if not found.is_ok:
         raise typer.Exit(EXIT_PROBLEM)
 
@@ -68,7 +86,7 @@ def run_server(url: str, version: int | None, *, as_json: bool) -> None:
         typer.echo(f"ok: all live weights of {url} are those of {compared} (label {label}), {seconds:.2f} s")
 
 
-def _as_json(found: RunVerification) -> dict[str, object]:
+def _as_json(found: RunVerification, *, is_deep: bool) -> dict[str, object]:
     return {
         "ok": found.is_ok,
         "run_id": found.run_id,
@@ -81,20 +99,27 @@ def _as_json(found: RunVerification) -> dict[str, object]:
         "pruned_up_to": found.pruned,
         "anchors": found.anchors,
         "merged": found.merged,
+        "is_deep": is_deep,
+        "newest_proven": found.newest_proven,
+        "not_checked": found.not_checked,
     }
 
 
-def _print(found: RunVerification) -> None:
+def _print(found: RunVerification, *, is_deep: bool) -> None:
     for problem in found.problems:
         typer.echo(f"version {problem.version}: {problem.error}")
     for name in found.leftovers:
         typer.echo(f"leftover of a publication that was never committed (harmless): {name}", err=True)
+    for text in found.not_checked:
+        typer.echo(f"not checked: {text}")
     if found.is_ok:
         good = f"{found.versions} versions, newest {found.newest}, {human_bytes(found.payload_bytes)} of payload"
         if found.anchors or found.merged:
             good += f", {found.anchors} anchors, {found.merged} merged deltas"
         if found.pruned:
             good += f", deltas up to version {found.pruned} pruned"
+        if is_deep:
+            good += f"; the weights recomputed bit by bit up to version {found.newest_proven}"
         typer.echo(f"ok: {good}, run {found.run_id}")
     else:
         damaged = len({problem.version for problem in found.problems})

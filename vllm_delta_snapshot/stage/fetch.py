@@ -25,6 +25,7 @@ from vllm_delta_snapshot.format.metadata import DeltaMetadata, FileEntry
 from vllm_delta_snapshot.format.version import DeltaRecord
 from vllm_delta_snapshot.ordered import ordered_map, thread_pool
 from vllm_delta_snapshot.store import Store
+from vllm_delta_snapshot.traffic import FETCHED, count_bytes
 
 __all__ = ["fetch", "fetch_file", "is_intact"]
 
@@ -142,6 +143,7 @@ def _ranges_landed(store: Store, key: str, entry: FileEntry, descriptor: int, wh
                     "file is cut off", file=where, expected=f"{entry.bytes} bytes", found=f"{offset + done} bytes"
                 )
             done += count
+        count_bytes(FETCHED, done)
         _write_at(descriptor, block, offset)
         return offset
 

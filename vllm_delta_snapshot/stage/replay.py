@@ -17,7 +17,7 @@ from vllm_delta_snapshot.chain import ChainPlan, Shortcuts, plan_chain
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, ChainError, DeltaSnapshotError, FormatError
 from vllm_delta_snapshot.format.anchor import AnchorRecord
-from vllm_delta_snapshot.format.metadata import DeltaMetadata
+from vllm_delta_snapshot.format.metadata import DeltaMetadata, TensorEntry
 from vllm_delta_snapshot.format.run import RunInfo
 from vllm_delta_snapshot.format.version import DeltaRecord
 from vllm_delta_snapshot.run_folder import RunFolder
@@ -26,7 +26,16 @@ from vllm_delta_snapshot.stage.decode import decode, iter_decoded
 from vllm_delta_snapshot.stage.fetch import fetch
 from vllm_delta_snapshot.types import Change, TensorSpec
 
-__all__ = ["RunPlan", "check_base", "opened_start", "opened_version", "plan_from_base", "plan_run", "streamed_version"]
+__all__ = [
+    "RunPlan",
+    "check_base",
+    "opened_start",
+    "opened_version",
+    "plan_from_base",
+    "plan_run",
+    "streamed_entries",
+    "streamed_version",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +190,21 @@ def streamed_version(
     Raises:
         CorruptFile, UnsupportedFormat, StageError, StoreUnavailable: see `fetch` and `iter_decoded`.
     """
-    with _fetched(folder, record, None) as (metadata, local):
-        yield (change for _, change in iter_decoded(metadata, local, specs))
+    with streamed_entries(folder, record, specs) as entries:
+        yield (change for _, change in entries)
+
+
+@contextlib.contextmanager
+def streamed_entries(
+    folder: RunFolder, record: DeltaRecord, specs: Mapping[str, TensorSpec], *, scratch: Path | None = None
+) -> Iterator[Iterator[tuple[TensorEntry, Change]]]:
+    """As `streamed_version`, each change with what metadata says of it.
+
+    Raises:
+        CorruptFile, UnsupportedFormat, StageError, StoreUnavailable: see `fetch` and `iter_decoded`.
+    """
+    with _fetched(folder, record, scratch) as (metadata, local):
+        yield ((metadata.tensors[place], change) for place, change in iter_decoded(metadata, local, specs))
 
 
 @contextlib.contextmanager

@@ -6,12 +6,12 @@ from __future__ import annotations
 from urllib.parse import unquote, urlsplit
 
 from vllm_delta_snapshot.errors import CompatibilityError
-from vllm_delta_snapshot.store.base import Store
+from vllm_delta_snapshot.store.base import Store, TellsTime
 from vllm_delta_snapshot.store.config import StoreConfig
 from vllm_delta_snapshot.store.posix import PosixStore
 from vllm_delta_snapshot.store.secrets import refuse_credentials
 
-__all__ = ["Store", "StoreConfig", "open_store"]
+__all__ = ["Store", "StoreConfig", "TellsTime", "open_store"]
 
 
 def open_store(uri: str, *, single_writer: bool = False, config: StoreConfig | None = None) -> Store:

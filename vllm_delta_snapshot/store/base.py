@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
-__all__ = ["HasFolders", "Store", "SweepsUploads"]
+__all__ = ["HasFolders", "Store", "SweepsUploads", "TellsTime"]
 
 
 class Store(Protocol):
@@ -134,5 +134,18 @@ class HasFolders(Protocol):
 
         Raises:
             StoreError: it could not be removed.
+        """
+        ...
+
+
+@runtime_checkable
+class TellsTime(Protocol):
+    """A store that has a clock."""
+
+    def now(self) -> float:
+        """Return the time by the store's clock, in seconds since 1970; good to about a second.
+
+        Raises:
+            StoreError, StoreUnavailable: it cannot be asked; a folder has to be writable.
         """
         ...

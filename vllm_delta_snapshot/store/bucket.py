@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from email.utils import parsedate_to_datetime
 from typing import Final, TypeVar
 
 from vllm_delta_snapshot.errors import LimitExceeded, ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
@@ -70,6 +71,12 @@ class BucketStore(ABC):
         found = self.size(key)
         if found != num_bytes:
             raise StoreError("object has another size than was written", file=self._where(key), found=found)
+
+    def _time_of(self, date: str | None) -> float:
+        try:
+            return parsedate_to_datetime(date or "").timestamp()
+        except (TypeError, ValueError) as error:
+            raise StoreError("the store does not say what time it is", file=self.uri, found=date) from error
 
     def _check_limit(self, key: str, size: int, max_bytes: int) -> None:
         if size > max_bytes:

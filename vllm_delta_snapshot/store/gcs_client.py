@@ -17,6 +17,7 @@ from vllm_delta_snapshot.errors import (
 )
 from vllm_delta_snapshot.store.bucket import PastTheEnd
 from vllm_delta_snapshot.store.config import StoreConfig
+from vllm_delta_snapshot.traffic import count_retry
 
 __all__ = ["make_client", "make_retry", "reported"]
 
@@ -57,7 +58,10 @@ def make_retry(config: StoreConfig) -> Any:
     """Return how requests are made again: with back-off and jitter, for as long as some attempts may last."""
     from google.cloud.storage.retry import DEFAULT_RETRY
 
-    return DEFAULT_RETRY.with_timeout(config.attempts * (config.connect_timeout_s + config.read_timeout_s) / 4)
+    retry = DEFAULT_RETRY.with_timeout(config.attempts * (config.connect_timeout_s + config.read_timeout_s) / 4)
+    # The library does not say of which operation; it is told of every failure that may pass, the last one too.
+    retry._on_error = lambda _: count_retry("request")
+    return retry
 
 
 @contextlib.contextmanager

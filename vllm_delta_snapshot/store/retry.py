@@ -10,6 +10,7 @@ from itertools import count
 from typing import Final, TypeVar
 
 from vllm_delta_snapshot.errors import StoreUnavailable
+from vllm_delta_snapshot.traffic import count_retry
 
 __all__ = ["again"]
 
@@ -20,7 +21,7 @@ _LONGEST_S: Final = 10.0
 
 
 def again(action: Callable[[], T], *, attempts: int, first_s: float, may_pass: type[Exception] = StoreUnavailable) -> T:
-    """Return what `action` does. Blocks between its attempts.
+    """Return what `action` does: reads. Blocks between its attempts.
 
     Args:
         action: may be made several times.
@@ -37,5 +38,6 @@ def again(action: Callable[[], T], *, attempts: int, first_s: float, may_pass: t
         except may_pass:
             if attempt + 1 >= attempts:
                 raise
+        count_retry("read")
         time.sleep(_CHANCE.uniform(0.0, min(_LONGEST_S, first_s * 2**attempt)))
     raise AssertionError("unreachable")

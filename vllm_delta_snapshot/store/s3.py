@@ -130,6 +130,12 @@ class S3Store(BucketStore):
         with contextlib.suppress(ObjectNotFound), self._reported(key):
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix.of(key))
 
+    def now(self) -> float:
+        """See `TellsTime.now`."""
+        with self._reported("."):
+            answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix.of_folder(""), MaxKeys=1)
+        return self._time_of(answer["ResponseMetadata"]["HTTPHeaders"].get("date"))
+
     def check_exclusive_create(self) -> None:
         """See `Store.check_exclusive_create`."""
         if not self._single_writer:

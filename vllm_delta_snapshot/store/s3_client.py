@@ -17,6 +17,7 @@ from vllm_delta_snapshot.errors import (
 )
 from vllm_delta_snapshot.store.bucket import PastTheEnd
 from vllm_delta_snapshot.store.config import StoreConfig
+from vllm_delta_snapshot.traffic import count_retry
 
 __all__ = ["make_client", "reported"]
 
@@ -66,9 +67,17 @@ def make_client(config: StoreConfig) -> Any:
     try:
         session = boto3.session.Session(region_name=config.region)
         region = session.region_name or ("us-east-1" if is_other else None)
-        return session.client("s3", endpoint_url=config.endpoint_url, region_name=region, config=Config(**options))
+        client = session.client("s3", endpoint_url=config.endpoint_url, region_name=region, config=Config(**options))
     except (botocore.exceptions.BotoCoreError, ValueError) as error:
         raise StoreError("S3 cannot be set up", file=config.endpoint_url, found=error) from error
+    client.meta.events.register("after-call.s3", _count_retries)
+    return client
+
+
+def _count_retries(parsed: dict[str, Any], model: Any, **_: Any) -> None:
+    operation = {"G": "read", "H": "read", "L": "list", "D": "delete"}.get(model.name[0], "write")
+    for _attempt in range(int(parsed.get("ResponseMetadata", {}).get("RetryAttempts", 0))):
+        count_retry(operation)
 
 
 @contextlib.contextmanager
