@@ -40,10 +40,10 @@ def settle(namespace: Namespace) -> None:
             value.drain(60)
 
 
-def acknowledge(publisher: DeltaPublisher | ShardedPublisher, desk: Desk) -> None:
+def acknowledge(publisher: DeltaPublisher | ShardedPublisher, sync_dir: str) -> None:
     """Write what followers of servers, by any name that the pages give them, would write of the next versions."""
     for sampler in (*(f"node{number}-8000" for number in (1, 2)), *(f"server-{number}" for number in range(4))):
-        Acknowledger(open_store(desk.sync_dir), publisher.run_id, sampler).write(publisher.version + 9, pause_s=0.1)
+        Acknowledger(open_store(sync_dir), publisher.run_id, sampler).write(publisher.version + 9, pause_s=0.1)
 
 
 def clear(namespace: Namespace) -> None:

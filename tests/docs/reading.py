@@ -84,10 +84,8 @@ class Reading:
                 self._check_error(json.loads(block.text))
 
     def _run_code(self, block: Block, text: str) -> None:
-        with pytest.MonkeyPatch.context() as patched, contextlib.ExitStack() as stack:
+        with self._environment(block) as patched, contextlib.ExitStack() as stack:
             patched.chdir(self.desk.here)
-            for name, value in self.desk.environment(block).items():
-                patched.setenv(name, value)
             for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
                 patched.setenv(name, value)  # as torchrun has them
             patched.setenv("MASTER_PORT", str(self.desk.port))
@@ -97,18 +95,27 @@ class Reading:
             run_code(block, text, self.namespace)
             names.settle(self.namespace)
 
+    @contextlib.contextmanager
+    def _environment(self, block: Block) -> Iterator[pytest.MonkeyPatch]:
+        with pytest.MonkeyPatch.context() as patched:
+            for name, value in self.desk.environment(block).items():
+                patched.setenv(name, value)
+            yield patched
+
     def _have_acknowledged(self, text: str, stack: contextlib.ExitStack) -> None:
         """Have followers run beside the servers that are waited for; where there are none, their words are written."""
+        publisher = self.namespace["publisher"]
+        sync_dir = publisher.state_dict()["sync_dir"]
         if not self.world.servers:
-            names.acknowledge(self.namespace["publisher"], self.desk)
+            names.acknowledge(publisher, sync_dir)
         for node in re.findall(r'"node(\d)-8000"', text) if self.world.servers else ():
             log, server = self.desk.here / f"follower-{node}.log", self.desk.server(int(node))
-            stack.enter_context(follower(self.desk.sync_dir, server, log, "--sampler", f"node{node}-8000"))
+            stack.enter_context(follower(sync_dir, server, log, "--sampler", f"node{node}-8000"))
 
     def _run_commands(self, block: Block, text: str) -> None:
         found = list(statements(text))
         runnable = [part for part in found if self._check(part) and block.not_run is None]
-        said = [self._follow(part) or self._run(block, part) for part in runnable]
+        said = [self._follow(block, part) or self._run(block, part) for part in runnable]
         self.outputs[block.line] = "".join(said)
 
     def _check(self, part: Statement) -> bool:
@@ -138,7 +145,7 @@ class Reading:
             self.world.costly.append(part.words())
         return said
 
-    def _follow(self, part: Statement) -> str:
+    def _follow(self, block: Block, part: Statement) -> str:
         """Run a follower until it is ready, then end it; return what it wrote, or nothing if it is no follower."""
         words = part.words()
         if words[:2] != ["delta-snapshot", "follow"]:
@@ -148,7 +155,7 @@ class Reading:
         options.pop("--listen", None)
         log = self.desk.here / f"follow-{len(list(self.desk.here.iterdir()))}.log"
         rest = [word for option in options.items() for word in option]
-        with follower(sync_dir, server, log, *rest) as process:
+        with self._environment(block), follower(sync_dir, server, log, *rest) as process:
             eventually(lambda: process.is_ready)
             process.terminate()
             assert process.wait() == part.status, process.log

@@ -40,7 +40,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
     world = World(folder)
     save_tokenizer(world.base)
     options = ("--no-skip-tokenizer-init", "--logprobs-mode", "processed_logprobs", *options_of_readme())
-    server = ServerProcess(world.base, folder / "node1.log", *options, DELTA_SNAPSHOT_STAGE_DIR=str(folder / "stage"))
+    environment = {"DELTA_SNAPSHOT_STAGE_DIR": str(folder / "stage")} | world.store("s3").environment
+    server = ServerProcess(world.base, folder / "node1.log", *options, **environment)
     server.start()
     try:
         with answering(EngineStub()) as stub, Library(world) as found:
