@@ -105,8 +105,8 @@ def read_blocks(page: str, text: str) -> Iterator[Block]:
 def parameters(*, needs_engine: bool) -> list[object]:
     """Return the blocks of the pages that need an engine, or of the others, as parameters of a test.
 
-    From the first block of a page that reaches a bucket on, they need servers. Pages with buckets are the last: there an
-    engine leaves the folder that it has followed.
+    From the first block of a page that reaches a bucket on, they need servers. Pages with buckets are the last: an
+    engine leaves there the folder that it has followed.
     """
     found: list[object] = []
     read = [blocks for page in pages() if (blocks := blocks_of(page))]
