@@ -195,6 +195,8 @@ class Library:
     def read(self, block: Block) -> None:
         """Run or check a block. Raises: AssertionError, and what it raises itself."""
         if block.page not in self._readings:
+            for reading in self._readings.values():
+                names.clear(reading.namespace)  # its reader has left
             self._readings[block.page] = Reading(block.page, self._world)
         self._readings[block.page].read(block)
 
