@@ -210,4 +210,4 @@ class Library:
 
 
 def _words(text: str) -> Iterator[str]:
-    yield from re.findall(r"[A-Za-z_]{3,}", text)
+    yield from re.findall(r"(?<![\w/.-])[A-Za-z_]{3,}(?![\w/-])", text)  # no ids, paths and dates
