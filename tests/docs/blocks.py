@@ -14,6 +14,9 @@ ROOT = Path(__file__).parents[2]
 LANGUAGES = frozenset({"bash", "console", "python", "yaml", "json", "toml", "text", "mermaid"})
 """What a fence may be. ``text`` is what a command shows, or a figure; ``mermaid`` is a figure."""
 
+ENDPOINT = "https://s3.example.com"
+"""In the pages, the address of an S3-compatible store of one's own."""
+
 _OPENING = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)$")
 _NOT_RUN = re.compile(r"^\s*<!--\s*not run:\s*(?P<reason>\S.*?)\s*-->\s*$")
 _SERVER = re.compile(
@@ -55,7 +58,8 @@ class Block:
     def needs_bucket(self) -> bool:
         """Whether it reaches an object store."""
         code = "\n".join(line.partition("#")[0] for line in self.text.splitlines())
-        return self.not_run is None and self.language in ("bash", "console", "python") and "://bucket/" in code
+        is_code = self.not_run is None and self.language in ("bash", "console", "python")
+        return is_code and any(name in code for name in ("://bucket/", ENDPOINT))
 
 
 def pages() -> list[str]:
@@ -101,11 +105,12 @@ def read_blocks(page: str, text: str) -> Iterator[Block]:
 def parameters(*, needs_engine: bool) -> list[object]:
     """Return the blocks of the pages that need an engine, or of the others, as parameters of a test.
 
-    From the first block of a page that reaches a bucket on, they need servers.
+    From the first block of a page that reaches a bucket on, they need servers. Pages with buckets are the last: an
+    engine leaves there the folder that it has followed.
     """
     found: list[object] = []
-    for page in pages():
-        blocks = blocks_of(page)
+    read = [blocks for page in pages() if (blocks := blocks_of(page))]
+    for blocks in sorted(read, key=lambda blocks: any(block.needs_bucket for block in blocks)):
         if any(block.needs_engine for block in blocks) != needs_engine:
             continue
         marks: list[pytest.MarkDecorator] = []

@@ -15,7 +15,9 @@ import torch
 from tests.docs.tiny import TinyModel, batch_of, make_tiny_model
 from tests.docs.world import Desk
 from trainer_hooks import DeltaPublisher, ShardedPublisher
+from vllm_delta_snapshot.acks import Acknowledger
 from vllm_delta_snapshot.drive import ServerClient
+from vllm_delta_snapshot.store import open_store
 
 Namespace = dict[str, Any]
 
@@ -36,6 +38,12 @@ def settle(namespace: Namespace) -> None:
     for value in namespace.values():
         if isinstance(value, DeltaPublisher | ShardedPublisher):
             value.drain(60)
+
+
+def acknowledge(publisher: DeltaPublisher | ShardedPublisher, sync_dir: str) -> None:
+    """Write what followers of servers, by any name that the pages give them, would write of the next versions."""
+    for sampler in (*(f"node{number}-8000" for number in (1, 2)), *(f"server-{number}" for number in range(4))):
+        Acknowledger(open_store(sync_dir), publisher.run_id, sampler).write(publisher.version + 9, pause_s=0.1)
 
 
 def clear(namespace: Namespace) -> None:

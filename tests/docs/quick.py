@@ -7,13 +7,14 @@ program this is the process that is forked; `CALLER` is what lies on the PATH in
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,14 @@ sys.exit(int(server.recv(4) or 70))
 
 
 @contextlib.contextmanager
-def quick_command(folder: Path) -> Iterator[Path]:
-    """Start the process; yield a folder with the command, for the PATH."""
+def quick_command(folder: Path, modules: Sequence[str] = ()) -> Iterator[Path]:
+    """Start the process, which imports further modules besides; yield a folder with the command, for the PATH."""
     address = folder / "socket"
     command = folder / "bin" / "delta-snapshot"
     command.parent.mkdir(parents=True)
     command.write_text(CALLER.format(python=sys.executable, address=str(address)))
     command.chmod(0o755)
-    argv = [sys.executable, "-m", "tests.docs.quick", str(address)]
+    argv = [sys.executable, "-m", "tests.docs.quick", str(address), *modules]
     process = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -49,7 +50,7 @@ def quick_command(folder: Path) -> Iterator[Path]:
         process.communicate()
 
 
-def serve(address: str) -> None:
+def serve(address: str, modules: Sequence[str]) -> None:
     """Listen at once, import, and fork for every call, until SIGTERM."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -62,6 +63,8 @@ def serve(address: str) -> None:
         import vllm_delta_snapshot.verify_run  # noqa: F401
         from vllm_delta_snapshot.cli import app  # noqa: F401
 
+        for module in modules:
+            importlib.import_module(module)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         while True:
             connection, _ = listener.accept()
@@ -102,4 +105,4 @@ def _answer(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], sys.argv[2:])

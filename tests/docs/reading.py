@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 from tests.docs import names
 from tests.docs.blocks import ROOT, Block, blocks_of
 from tests.docs.code import check_code, names_wanted, run_code
-from tests.docs.commands import check_cli, check_make, check_pip, check_serve
+from tests.docs.commands import arguments_of_server, check_cli, check_make, check_pip
 from tests.docs.data import check_data
 from tests.docs.shell import Shell, Statement, statements, without_prompts
 from tests.docs.world import Desk, World
@@ -84,26 +84,38 @@ class Reading:
                 self._check_error(json.loads(block.text))
 
     def _run_code(self, block: Block, text: str) -> None:
-        with pytest.MonkeyPatch.context() as patched, contextlib.ExitStack() as stack:
+        with self._environment(block) as patched, contextlib.ExitStack() as stack:
             patched.chdir(self.desk.here)
-            for name, value in self.desk.environment(block).items():
-                patched.setenv(name, value)
             for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
                 patched.setenv(name, value)  # as torchrun has them
             patched.setenv("MASTER_PORT", str(self.desk.port))
-            for node in re.findall(r'"node(\d)-8000"', text) if "wait_applied" in text else ():
-                log = self.desk.here / f"follower-{node}.log"
-                stack.enter_context(
-                    follower(self.desk.sync_dir, self.desk.server(int(node)), log, "--sampler", f"node{node}-8000")
-                )
             names.prepare(names_wanted(text), self.namespace, self.desk)
+            if "wait_applied" in text:
+                self._have_acknowledged(text, stack)
             run_code(block, text, self.namespace)
             names.settle(self.namespace)
+
+    @contextlib.contextmanager
+    def _environment(self, block: Block) -> Iterator[pytest.MonkeyPatch]:
+        with pytest.MonkeyPatch.context() as patched:
+            for name, value in self.desk.environment(block).items():
+                patched.setenv(name, value)
+            yield patched
+
+    def _have_acknowledged(self, text: str, stack: contextlib.ExitStack) -> None:
+        """Have followers run beside the servers that are waited for; where there are none, their words are written."""
+        publisher = self.namespace["publisher"]
+        sync_dir = publisher.state_dict()["sync_dir"]
+        if not self.world.servers:
+            names.acknowledge(publisher, sync_dir)
+        for node in re.findall(r'"node(\d)-8000"', text) if self.world.servers else ():
+            log, server = self.desk.here / f"follower-{node}.log", self.desk.server(int(node))
+            stack.enter_context(follower(sync_dir, server, log, "--sampler", f"node{node}-8000"))
 
     def _run_commands(self, block: Block, text: str) -> None:
         found = list(statements(text))
         runnable = [part for part in found if self._check(part) and block.not_run is None]
-        said = [self._follow(part) or self._run(block, [part]) for part in runnable]
+        said = [self._follow(block, part) or self._run(block, part) for part in runnable]
         self.outputs[block.line] = "".join(said)
 
     def _check(self, part: Statement) -> bool:
@@ -119,20 +131,21 @@ class Reading:
         for place, word in enumerate(words):
             if Path(word).name == "delta-snapshot":
                 check_cli(words[place + 1 :])
-        if words[:2] == ["vllm", "serve"] or "vllm.entrypoints.openai.api_server" in words:
-            with contextlib.suppress(ModuleNotFoundError):  # no vLLM here: tests/vllm has the pages that run one
-                check_serve(words, part.text.split())
-            return False
-        return True
+        return arguments_of_server(words) is None  # those that start one: tests/vllm/test_docs.py
 
-    def _run(self, block: Block, parts: Sequence[Statement]) -> str:
-        environment = self.desk.environment(block)
+    def _run(self, block: Block, part: Statement) -> str:
+        is_costly = "doctor" in part.text and "--model" in part.text  # starts an engine
+        if is_costly and part.words() in self.world.costly:
+            return ""  # another page has it too
         try:
-            return self.shell.run(parts, timeout_s=TIMEOUT_S, **environment)
+            said = self.shell.run([part], timeout_s=TIMEOUT_S, **self.desk.environment(block))
         except AssertionError as error:
-            raise AssertionError(f"{block.page}:{block.line + parts[0].line}: {parts[0].text}\n{error}") from None
+            raise AssertionError(f"{block.page}:{block.line + part.line}: {part.text}\n{error}") from None
+        if is_costly:
+            self.world.costly.append(part.words())
+        return said
 
-    def _follow(self, part: Statement) -> str:
+    def _follow(self, block: Block, part: Statement) -> str:
         """Run a follower until it is ready, then end it; return what it wrote, or nothing if it is no follower."""
         words = part.words()
         if words[:2] != ["delta-snapshot", "follow"]:
@@ -142,7 +155,7 @@ class Reading:
         options.pop("--listen", None)
         log = self.desk.here / f"follow-{len(list(self.desk.here.iterdir()))}.log"
         rest = [word for option in options.items() for word in option]
-        with follower(sync_dir, server, log, *rest) as process:
+        with self._environment(block), follower(sync_dir, server, log, *rest) as process:
             eventually(lambda: process.is_ready)
             process.terminate()
             assert process.wait() == part.status, process.log
@@ -182,6 +195,8 @@ class Library:
     def read(self, block: Block) -> None:
         """Run or check a block. Raises: AssertionError, and what it raises itself."""
         if block.page not in self._readings:
+            for reading in self._readings.values():
+                names.clear(reading.namespace)  # its reader has left
             self._readings[block.page] = Reading(block.page, self._world)
         self._readings[block.page].read(block)
 
@@ -195,4 +210,4 @@ class Library:
 
 
 def _words(text: str) -> Iterator[str]:
-    yield from re.findall(r"[A-Za-z_]{3,}", text)
+    yield from re.findall(r"(?<![\w/.-])[A-Za-z_]{3,}(?![\w/-])", text)  # no ids, paths and dates

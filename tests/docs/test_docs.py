@@ -9,7 +9,7 @@ import pytest
 
 from tests.docs.blocks import LANGUAGES, ROOT, Block, blocks_of, pages, parameters, read_blocks
 from tests.docs.code import check_code
-from tests.docs.commands import SLOW_TARGETS, check_cli, check_make, check_pip, check_verb_and_options
+from tests.docs.commands import SLOW_TARGETS, can_run, check_cli, check_make, check_pip, check_verb_and_options
 from tests.docs.data import check_data
 from tests.docs.reading import Library
 from tests.docs.shell import Shell, statements
@@ -41,6 +41,11 @@ def test_commands_in_running_text_exist(page: str) -> None:
         check_verb_and_options(command.replace("\\|", "|").split())
     for command in re.findall(r"`make ([a-z][^`]*)`", text):
         check_make(["make", *re.sub(r"<[^>]*>", "x", command).split()])
+
+
+def test_no_block_is_marked_as_not_run_that_could_be() -> None:
+    marked = [block for page in pages() for block in blocks_of(page) if block.not_run and block.language == "bash"]
+    assert [str(block) for block in marked if all(can_run(part.words()) for part in statements(block.text))] == []
 
 
 def test_targets_that_are_not_run_here_exist() -> None:

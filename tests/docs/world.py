@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import pytest
 import torch
 
-from tests.docs.blocks import Block
+from tests.docs.blocks import ENDPOINT, Block
 from tests.docs.quick import quick_command
 from tests.docs.tiny import batch_of, make_tiny_model, write_tiny_checkpoint
 from tests.support.object_stores import ObjectServer, fake_gcs, free_port, ministack
@@ -37,13 +38,14 @@ class World:
 
     Args:
         folder: where everything is.
-        servers: URLs of vLLM servers that run on the base; empty for pages that need none.
-        is_shared: whether the pages go on with one run, as those servers do, or each has its own.
+        servers: URLs of vLLM servers that run on the base; empty for pages that need none. Pages that have servers go
+            on with one run, as those do; of the others each has its own.
+        costly: commands that were run and start an engine of their own, which once is enough for.
     """
 
     folder: Path
     servers: Sequence[str] = ()
-    is_shared: bool = False
+    costly: list[list[str]] = field(default_factory=list)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @cached_property
@@ -92,12 +94,12 @@ class World:
     @cached_property
     def commands(self) -> Path:
         """A folder with the command, which is forked instead of started: see `quick_command`."""
-        return self.stack.enter_context(quick_command(self.folder / "venv"))
+        return self.stack.enter_context(quick_command(self.folder / "venv", ["vllm"] if self.servers else []))
 
     def desk(self, page: str) -> Desk:
         """Return a place for the blocks of a page."""
         name = re.sub(r"\W", "-", page)
-        root = self.folder / "shared" if self.is_shared else self.folder / f"root-{name}"
+        root = self.folder / "shared" if self.servers else self.folder / f"root-{name}"
         if not root.exists():
             (root / "shared").mkdir(parents=True)
             (root / "models").mkdir()
@@ -125,6 +127,7 @@ class Desk:
     root: Path
     here: Path
     _buckets: dict[str, str] = field(default_factory=dict)
+    _scheme: str = ""
 
     @property
     def sync_dir(self) -> str:
@@ -145,7 +148,17 @@ class Desk:
         if scheme not in self._buckets:
             server = self.world.store(scheme)
             self._buckets[scheme] = server.make_bucket()
+            self._upload(f"{scheme}://{self._buckets[scheme]}/run-1", server.environment)
         return self._buckets[scheme]
+
+    def _upload(self, uri: str, environment: Mapping[str, str]) -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            store = open_store(uri)
+            for file in sorted(Path(self.sync_dir).rglob("*")):
+                if file.is_file():
+                    store.put(str(file.relative_to(self.sync_dir)), [memoryview(file.read_bytes())])
 
     def translated(self, block: Block) -> str:
         """Return a block's text with what there is here in the place of what it names."""
@@ -154,14 +167,16 @@ class Desk:
             text = _SERVER.sub(lambda found: self.server(int(found[2] or 1)), text)
         if block.needs_bucket:
             text = _BUCKET.sub(lambda found: f"{found[1]}://{self.bucket(found[1])}", text)
+            if ENDPOINT in text:
+                text = text.replace(ENDPOINT, self.world.store("s3").url)
         return _PORT.sub(lambda _: str(self.port), text)
 
     def environment(self, block: Block) -> Mapping[str, str]:
-        """Return the variables that a block needs to find what it names."""
-        schemes = _BUCKET.findall(block.text) if block.needs_bucket else []
-        return {"DELTA_SNAPSHOT_STAGE_DIR": str(self.world.folder / "stage")} | (
-            self.world.store(schemes[0]).environment if schemes else {}
-        )
+        """Return the variables that a block needs to find the store that it names, or that one before has named."""
+        if block.needs_bucket:
+            self._scheme = next(iter(_BUCKET.findall(block.text)), "s3")
+        found = {"DELTA_SNAPSHOT_STAGE_DIR": str(self.world.folder / "stage")}
+        return found | (self.world.store(self._scheme).environment if self._scheme else {})
 
     @cached_property
     def port(self) -> int:
