@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,3 +152,23 @@ def test_what_is_no_run_is_told_for_what_it_is(pristine: TinyRun, target: str, s
     places = {"run": pristine.sync_dir, "base": pristine.base}
     message = Outcome("verify", target.format(**places)).assert_failed(1, "ObjectNotFound")
     assert said.format(**places) in message
+
+
+@pytest.mark.parametrize(("args", "title"), [(("verify", "--deep"), "proving"), (("compact",), "merging")])
+def test_long_work_shows_bytes_and_rate_on_a_terminal(
+    pristine: TinyRun, tmp_path: Path, args: tuple[str, ...], title: str
+):
+    # In one process of its own each: rich finds out about the terminal from the real stderr.
+    command = [sys.executable, "-c", "from vllm_delta_snapshot.cli import main; main()", *args]
+    run = copy_of(pristine, tmp_path / "run").sync_dir
+    terminal, end = os.openpty()
+    try:
+        env = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
+        subprocess.run([*command, str(run)], stdout=subprocess.DEVNULL, stderr=end, check=True, env=env)
+        os.set_blocking(terminal, False)
+        said = os.read(terminal, 1 << 16).decode()
+    finally:
+        os.close(end)
+        os.close(terminal)
+    assert title in said
+    assert re.search(r"\d B/s|kB/s", said)
