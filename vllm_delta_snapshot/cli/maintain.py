@@ -75,7 +75,8 @@ def run_prune(sync_dir: str, policy: RetentionPolicy, *, is_real: bool, as_json:
 def _print_plan(sync_dir: str, plan: PrunePlan, *, is_real: bool, deleted: int) -> None:
     verb = "deleted" if is_real else "would delete"
     if plan.is_empty:
-        typer.echo(f"nothing to delete; newest version {plan.newest}, deltas up to {plan.was_pruned} are gone already")
+        gone = f", deltas up to {plan.was_pruned} are gone already" if plan.was_pruned else ""
+        typer.echo(f"nothing to delete; newest version {plan.newest}{gone}")
     if plan.up_to > plan.was_pruned:
         typer.echo(f"{verb} the deltas of versions {plan.was_pruned + 1} to {plan.up_to}; newest is {plan.newest}")
     for version in plan.anchors:

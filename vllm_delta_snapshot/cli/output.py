@@ -10,10 +10,12 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import typer
@@ -22,7 +24,14 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
-from vllm_delta_snapshot.errors import CompatibilityError, DeltaSnapshotError, LimitExceeded, StoreUnavailable
+from vllm_delta_snapshot.errors import (
+    CompatibilityError,
+    DeltaSnapshotError,
+    LimitExceeded,
+    ObjectNotFound,
+    StoreUnavailable,
+)
+from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.report.text import human_bytes, printable
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
@@ -77,8 +86,28 @@ def open_run(sync_dir: str) -> RunFolder:
         DeltaSnapshotError: there is none, or it cannot be read.
     """
     folder = RunFolder(open_store(sync_dir))
-    folder.read_run()
+    try:
+        folder.read_run()
+    except ObjectNotFound as error:
+        hint = _what_else(sync_dir)
+        raise ObjectNotFound(error.what, file=error.file, hint=hint or error.hint) from error
     return folder
+
+
+def _what_else(sync_dir: str) -> str | None:
+    """Return what to do where a local sync_dir is no run, if it can be seen what it is instead."""
+    name, version = split_target(sync_dir)
+    if version is not None and (Path(name) / layout.RUN_KEY).is_file():
+        return f"This verb takes the run as a whole: delta-snapshot ... {shlex.quote(name)}"
+    path = Path(sync_dir).expanduser().absolute()
+    if "://" in sync_dir or not path.is_dir():
+        return None
+    for parent in path.parents[:3]:
+        if (parent / layout.RUN_KEY).is_file():
+            return f"It is a part of the run in {parent}: delta-snapshot log {shlex.quote(str(parent))}"
+    if any(path.glob("*.safetensors")):
+        return "It holds a checkpoint or a delta: delta-snapshot inspect takes a run, a version or a delta's folder."
+    return None
 
 
 def split_target(target: str) -> tuple[str, int | None]:

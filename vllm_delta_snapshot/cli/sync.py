@@ -8,10 +8,19 @@ from collections.abc import Sequence
 
 import typer
 
-from vllm_delta_snapshot.cli.output import EXIT_PROBLEM, EXIT_USAGE, open_run, print_json, print_table, reported
+from vllm_delta_snapshot.cli.output import (
+    EXIT_PROBLEM,
+    EXIT_USAGE,
+    open_run,
+    print_json,
+    print_table,
+    progress_bar,
+    reported,
+)
 from vllm_delta_snapshot.cli.server import client_of
 from vllm_delta_snapshot.drive.client import PauseMode
 from vllm_delta_snapshot.drive.fleet import DeltaSync, FleetReport, ServerReport
+from vllm_delta_snapshot.stage.area import stagers_of
 
 __all__ = ["run"]
 
@@ -34,7 +43,14 @@ def run(
         run_id = folder.read_run().run_id
         wanted = max(folder.versions(), default=0) if version is None else version
         fleet = DeltaSync(clients, sync_dir=folder.store.uri, pause_mode=pause_mode, stage_timeout_s=timeout_s)
-        report = fleet.sync(wanted, run_id=run_id, allow_rollback=allow_rollback)
+
+        def fetched() -> int:
+            return sum(state.fetched_bytes for state in stagers_of(folder.store.uri))
+
+        # Bytes are those that stagers on this machine fetch; what other hosts fetch is not seen from here.
+        with progress_bar("syncing", as_json=as_json, unit="servers", moved=fetched) as bar:
+            bar.add_task("", total=None)
+            report = fleet.sync(wanted, run_id=run_id, allow_rollback=allow_rollback)
     if as_json:
         print_json(_as_json(report))
     else:

@@ -239,7 +239,7 @@ class Stager:
         metadata, changes = self._updates.read(base, version)
         with appearing(final) as work:
             write_lanes(work, map_update(changes, self._places[places]), _head(metadata, changes))
-        logger.info("mapped base=%d version=%d seconds=%.3f", base, version, time.monotonic() - started)
+        logger.debug("mapped base=%d version=%d seconds=%.3f", base, version, time.monotonic() - started)
 
     def _prune(self, bases: set[int]) -> None:
         """Forget what no living worker can need any more."""

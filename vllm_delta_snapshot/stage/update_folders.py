@@ -103,7 +103,7 @@ class UpdateFolders:
                 self._as_fetched.add((base, version))
             else:
                 self._write(base, version, work, is_absolute=is_absolute)
-        logger.info("staged base=%d version=%d seconds=%.3f", base, version, time.monotonic() - started)
+        logger.debug("staged base=%d version=%d seconds=%.3f", base, version, time.monotonic() - started)
 
     def read(self, base: int, version: int) -> tuple[DeltaMetadata, list[Change]]:
         """Return a staged update.
