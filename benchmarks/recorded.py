@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from benchmarks.report import progress
-from examples.grpo_arithmetic.model import load_tokenizer, load_trainer_model
-from examples.grpo_arithmetic.policy import Policy, Rollout
+from examples.grpo.base import load_tokenizer, load_trainer_model
+from examples.grpo.policy import Policy, Rollout
 from examples.grpo_arithmetic.tasks import Arithmetic
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.dtypes import Bits

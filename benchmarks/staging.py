@@ -30,7 +30,7 @@ import torch
 from benchmarks.apply import llama_config
 from benchmarks.measure import spread
 from benchmarks.report import machine, progress, write_section
-from examples.grpo_arithmetic.server import MODEL_NAME, VllmServer
+from examples.grpo.server import MODEL_NAME, VllmServer
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.drive import ServerClient, sync_server, verify_server
 

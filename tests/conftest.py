@@ -46,10 +46,21 @@ def _in_memory(otherwise: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def pytest_collection_finish() -> None:
+def pytest_sessionstart() -> None:
     """Spare the garbage collector what stays until the end: modules, and thousands of tests."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Have it begin with what comes now."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Let it work again, in a process that has tests run by others too."""
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
-
+from trainer_hooks.pinned import HostMemory
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.types import Change, TensorDifference, TensorSpec
@@ -23,14 +22,16 @@ class Baseline:
 
     Args:
         base: the checkpoint to start from; copied.
+        memory: where to; by default plain memory.
 
     Attributes:
         specs: the tensors by name.
     """
 
-    def __init__(self, base: Checkpoint) -> None:
+    def __init__(self, base: Checkpoint, memory: HostMemory | None = None) -> None:
         self.specs: Mapping[str, TensorSpec] = dict(base.specs)
-        self._bits: dict[str, Bits] = {spec.name: np.array(bits) for spec, bits in base.items()}
+        memory = memory or HostMemory(is_pinned=False)
+        self._bits: dict[str, Bits] = {spec.name: memory.copy_of(bits) for spec, bits in base.items()}
 
     def bits(self, name: str) -> Bits:
         """Return all elements of a tensor, flat. The caller must not write."""

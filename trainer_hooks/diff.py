@@ -25,14 +25,19 @@ from vllm_delta_snapshot.format.digest import add_digests, patch_digest, tensor_
 from vllm_delta_snapshot.types import Positions, TensorSpec, position_dtype
 
 __all__ = [
+    "Found",
     "Piece",
     "TensorDiff",
     "check_castable",
     "check_dtype",
     "diff_piece",
     "diff_tensor",
+    "difference",
+    "find_changes",
+    "find_in_chunks",
     "join_pieces",
     "pieces",
+    "served",
     "tensor_bits",
 ]
 
@@ -114,17 +119,30 @@ def pieces(spec: TensorSpec, baseline: Bits, tensor: torch.Tensor) -> Iterator[P
 
 
 def diff_piece(piece: Piece, *, is_digested: bool = True) -> TensorDiff | None:
-    """Compare a piece with its baseline. Blocks; on an accelerator it copies chunk by chunk to the host.
+    """Compare a piece with its baseline on the host, in this thread: see `find_in_chunks` and `difference`."""
+    return difference(piece, find_in_chunks(piece), is_digested=is_digested)
+
+
+def find_in_chunks(piece: Piece) -> list[Found]:
+    """Find what differs in a piece, chunk by chunk, on the host. Blocks.
+
+    What lies on an accelerator is copied there on this thread's current stream; `device_diff` has better ways.
+    """
+    return [find_changes(start, tensor_bits(now, piece.spec), before) for start, now, before in _chunks(piece)]
+
+
+def difference(piece: Piece, found: Sequence[Found], *, is_digested: bool = True) -> TensorDiff | None:
+    """Make a piece's difference of what was found in it.
 
     Args:
-        piece: what to compare.
+        piece: the piece.
+        found: its parts in order, positions counted from the piece's start.
         is_digested: whether to compute the digests; a benchmark that has no use for them gets zeros.
 
     Returns:
         The difference, with arrays of its own; ``None`` if there is none.
     """
     spec = piece.spec
-    found = [_find(start, tensor_bits(current, spec), baseline) for start, current, baseline in _chunks(piece)]
     found = [item for item in found if item[0].size]
     if not found:
         return None
@@ -167,8 +185,8 @@ def diff_tensor(spec: TensorSpec, baseline: Bits, tensor: torch.Tensor) -> Tenso
     return join_pieces(diffs) if diffs else None
 
 
-def _find(start: int, current: Bits, baseline: Bits) -> Found:
-    """Return where two arrays differ, counted from `start` on, and the values there, old and new."""
+def find_changes(start: int, current: Bits, baseline: Bits) -> Found:
+    """Return where two arrays differ, counted from `start` on, and the values there, old and new, in own arrays."""
     if _is_equal(current, baseline):
         return np.empty(0, np.int64), baseline[:0], current[:0]
     kernel = load_kernel()
@@ -240,9 +258,13 @@ def _digest(spec: TensorSpec, positions: Positions, values: Bits) -> int:
 
 def tensor_bits(flat: torch.Tensor, spec: TensorSpec) -> Bits:
     """Return a flat tensor's bits in the serving dtype, on the host; a view where nothing had to be converted."""
-    served = flat.to(_serving(spec)).cpu().contiguous()
-    bits: Bits = served.view(_SIGNED[spec.element.itemsize]).numpy().view(spec.element.bits)
+    bits: Bits = served(flat, spec).cpu().contiguous().numpy().view(spec.element.bits)
     return bits
+
+
+def served(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return a flat tensor's bits in the serving dtype, as integers, on its device; a view where nothing is cast."""
+    return flat.to(_serving(spec)).view(_SIGNED[spec.element.itemsize])
 
 
 def check_castable(spec: TensorSpec, tensor: torch.Tensor) -> None:

@@ -7,11 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import torch
 
 from trainer_hooks.baseline import Baseline
-from trainer_hooks.diff import PIECE_ELEMENTS, Piece, TensorDiff, diff_piece, join_pieces, pieces
+from trainer_hooks.device_diff import DeviceDiff, Marks
+from trainer_hooks.diff import PIECE_ELEMENTS, Piece, TensorDiff, difference, join_pieces, pieces
 from trainer_hooks.source import ParameterSource
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.ordered import ordered_map
@@ -21,6 +23,9 @@ __all__ = ["Differ", "Fingerprints", "check_names", "diff_pieces"]
 
 Fingerprints = dict[tuple[str, ...], Hashable]
 """By the names of a source item, its fingerprint when it was last published."""
+
+_DEVICE_DIFF: Final = DeviceDiff()
+"""For those who do not say; one, since lanes and the memory that their streams have used are kept."""
 
 
 class Differ:
@@ -32,6 +37,7 @@ class Differ:
         baseline: what was published.
         base_model: where the base checkpoint is, for messages.
         known: the fingerprints of the last publication.
+        device_diff: where to compare what lies on an accelerator; by default as ``auto``.
 
     Attributes:
         fingerprints: those of this pass, once it is at its end.
@@ -46,12 +52,14 @@ class Differ:
         baseline: Baseline,
         base_model: str,
         known: Fingerprints,
+        device_diff: DeviceDiff | None = None,
     ) -> None:
         self._source = source
         self._specs = specs
         self._baseline = baseline
         self._base_model = base_model
         self._known = known
+        self._device_diff = device_diff
         self.fingerprints: Fingerprints = {}
         self.changed_tensors = 0
         self.seconds = 0.0
@@ -66,7 +74,7 @@ class Differ:
             SourceError: a tensor is missing, doubled, unknown or does not fit. What was yielded must not be published.
         """
         started = time.monotonic()
-        for diff in diff_pieces(self._pieces(), pool):
+        for diff in diff_pieces(self._pieces(), pool, device_diff=self._device_diff):
             self.changed_tensors += 1
             self.seconds += time.monotonic() - started
             yield diff
@@ -94,21 +102,32 @@ class Differ:
 
 
 def diff_pieces(
-    pieces: Iterable[Piece], pool: ThreadPoolExecutor | None, *, is_digested: bool = True
+    pieces: Iterable[Piece],
+    pool: ThreadPoolExecutor | None,
+    *,
+    device_diff: DeviceDiff | None = None,
+    is_digested: bool = True,
 ) -> Iterator[TensorDiff]:
     """Yield the tensors that differ, whole and in order.
 
+    At its end, or when it is closed or raises, nothing reads the pieces any more, on no stream of a device either.
+
     Args:
-        pieces: those of every tensor, one after the other.
+        pieces: those of every tensor, one after the other. Taken in the caller's thread: on an accelerator, they are
+            read once its current stream has come to where it is when they were given.
         pool: threads to compare on; ``None`` for the caller's.
-        is_digested: see `diff_piece`.
+        device_diff: where to compare what lies on an accelerator; by default as ``auto``.
+        is_digested: see `difference`.
     """
+    on_devices = (device_diff or _DEVICE_DIFF).begin()
 
-    def compare(batch: list[Piece]) -> list[tuple[Piece, TensorDiff | None]]:
-        return [(piece, diff_piece(piece, is_digested=is_digested)) for piece in batch]
+    def compare(marked: tuple[list[Piece], Marks]) -> list[tuple[Piece, TensorDiff | None]]:
+        batch, marks = marked
+        return [(piece, difference(piece, on_devices.find(piece, marks), is_digested=is_digested)) for piece in batch]
 
+    batches = ((batch, on_devices.mark(batch)) for batch in _batches(pieces))
     found: list[TensorDiff] = []
-    for compared in ordered_map(compare, _batches(pieces), pool):
+    for compared in ordered_map(compare, batches, pool):
         for piece, diff in compared:
             if diff is not None:
                 found.append(diff)

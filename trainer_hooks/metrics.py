@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from trainer_hooks.publication import PublishReport
 from vllm_delta_snapshot._version import __version__
-from vllm_delta_snapshot.errors import CompatibilityError, DeltaSnapshotError
+from vllm_delta_snapshot.errors import ChainError, CompatibilityError, DeltaSnapshotError, SourceError, StoreError
+from vllm_delta_snapshot.traffic import CountedFamily, retries
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -74,7 +75,10 @@ class PublishMetrics:
         self._checkpoint = Gauge(
             "delta_snapshot_checkpoint_bytes", "Bytes of a whole checkpoint, for comparison.", registry=registry
         )
-        self._errors = Counter("delta_snapshot_errors", "Failed publications.", ["error"], registry=registry)
+        self._errors = Counter("delta_snapshot_errors", "Failed publications.", ["stage", "error"], registry=registry)
+        registry.register(
+            CountedFamily("delta_snapshot_retries", "Requests to the store made again.", _retries, "operation")
+        )
         Gauge("delta_snapshot_build_info", "Always 1.", ["version"], registry=registry).labels(__version__).set(1)
 
     def published(self, report: PublishReport, step: int | None, metrics: Mapping[str, float]) -> None:
@@ -89,7 +93,7 @@ class PublishMetrics:
 
     def failed(self, error: DeltaSnapshotError) -> None:
         """See `PublishObserver`."""
-        self._errors.labels(type(error).__name__).inc()
+        self._errors.labels(_stage_of(error), type(error).__name__).inc()
 
     def exposition(self) -> tuple[str, bytes]:
         """Return content type and body of what Prometheus reads."""
@@ -115,3 +119,16 @@ class PublishMetrics:
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+def _stage_of(error: DeltaSnapshotError) -> str:
+    """Return where a publication failed, by what went wrong."""
+    if isinstance(error, SourceError):
+        return "diff"
+    if isinstance(error, ChainError):
+        return "commit"
+    return "write" if isinstance(error, StoreError) else "other"
+
+
+def _retries() -> dict[str, float]:
+    return {operation: float(count) for operation, count in retries().items()}

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trainer_hooks.device_diff import DeviceDiff
 from trainer_hooks.differ import Differ, Fingerprints
 from trainer_hooks.kept import KeptChanges
 from trainer_hooks.publish import commit, is_committed
@@ -67,9 +68,9 @@ class Published:
         self._attempt: Attempt | None = None
         self._is_moving = False
 
-    def differ(self, source: ParameterSource, base_model: str) -> Differ:
+    def differ(self, source: ParameterSource, base_model: str, device_diff: DeviceDiff) -> Differ:
         """Return a pass that compares a source with what is published."""
-        return Differ(source, self.baseline.specs, self.baseline, base_model, self._fingerprints)
+        return Differ(source, self.baseline.specs, self.baseline, base_model, self._fingerprints, device_diff)
 
     def lineage(self, run_id: str, total_elements: int) -> Lineage:
         """Return where the next version starts and leads to."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trainer_hooks.base_publisher import BasePublisher, Conduct, WhenBusy
+from trainer_hooks.device_diff import DeviceDiff, DiffOn
 from trainer_hooks.differ import check_names
 from trainer_hooks.kernel import load_kernel
 from trainer_hooks.observers import PublishObserver
@@ -59,6 +60,8 @@ class DeltaPublisher(BasePublisher):
         drain_timeout_s: how long `close`, and the interpreter when it ends, wait for a publication under way.
         resume_from: what `state_dict` returned, from the trainer's own checkpoint; the run is checked against it.
         threads: how many threads compare and encode; by default as many as there are cores, at most 8.
+        diff_on: where weights that lie on an accelerator are compared: there (``device``), or on the CPU (``host``); by
+            default there if it has room (docs/publishing.md, "Weights on a GPU"). The bits published are the same.
         single_writer: accept a store that cannot tell two trainers apart.
         upkeep: when anchors and merged deltas are written and old deltas pruned, in a process of its own; by default
             never (docs/retention.md).
@@ -94,12 +97,14 @@ class DeltaPublisher(BasePublisher):
         drain_timeout_s: float = 60.0,
         resume_from: Mapping[str, object] | None = None,
         threads: int | None = None,
+        diff_on: DiffOn = "auto",
         single_writer: bool = False,
         upkeep: UpkeepPolicy | None = None,
         max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
         observers: Iterable[PublishObserver] = (),
     ) -> None:
         conduct = Conduct(asynchronous, when_busy, drain_timeout_s)
+        self._device_diff = DeviceDiff(diff_on)
         self._source = source_of(model_or_source)
         store = open_store(str(sync_dir), single_writer=single_writer)
         super().__init__(store, conduct, SideUpkeep.of(upkeep, str(sync_dir), str(base), single_writer=single_writer))
@@ -109,7 +114,7 @@ class DeltaPublisher(BasePublisher):
         check_names(names, checkpoint.specs, self._base_model)
         if resume_from is not None:
             self.load_state_dict(resume_from)
-        state = open_run(RunFolder(self._store), checkpoint, encoding)
+        state = open_run(RunFolder(self._store), checkpoint, encoding, self._device_diff.host_memory())
         checkpoint_bytes = sum(spec.num_bytes for spec in checkpoint.specs.values())
         self._rules = WritingRules(
             run_id=state.run.run_id,
@@ -162,7 +167,7 @@ class DeltaPublisher(BasePublisher):
         started = time.monotonic()
         notes = notes_of(self._base_model, step, metrics)
         self._turns.settle(self._find_out)
-        differ = self._published.differ(self._source, self._base_model)
+        differ = self._published.differ(self._source, self._base_model, self._device_diff)
         writing = WholeWriting(self._rules, self._store, self._published, differ, notes, started=started)
         return self._turns.take(writing, is_asynchronous=self._conduct.asynchronous)
 
@@ -170,4 +175,5 @@ class DeltaPublisher(BasePublisher):
         return self._published.settle(self._store, self._reopened)
 
     def _reopened(self) -> PublishedState:
-        return open_run(RunFolder(self._store), Checkpoint(self._base_model), self._rules.encoding)
+        memory = self._device_diff.host_memory()
+        return open_run(RunFolder(self._store), Checkpoint(self._base_model), self._rules.encoding, memory)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from trainer_hooks.baseline import Baseline
+from trainer_hooks.pinned import HostMemory
 from vllm_delta_snapshot.chain import ChainPlan
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.delta_folder import TOOL, utc_now
@@ -61,7 +62,9 @@ class PublishedState:
     baseline: Baseline
 
 
-def open_run(folder: RunFolder, base: Checkpoint, policy: str | None = None) -> PublishedState:
+def open_run(
+    folder: RunFolder, base: Checkpoint, policy: str | None = None, memory: HostMemory | None = None
+) -> PublishedState:
     """Create the run if there is none, else rebuild its newest state.
 
     Blocks. Reads the base, and every delta or an anchor and those after it.
@@ -70,6 +73,7 @@ def open_run(folder: RunFolder, base: Checkpoint, policy: str | None = None) -> 
         folder: where the run lives or will live.
         base: the base checkpoint.
         policy: the encodings to publish in (see `choose`); ``None`` for those of the run, and all for a new one.
+        memory: where the baseline will lie; by default plain memory.
 
     Raises:
         RunMismatch: the folder belongs to a run with another base checkpoint, or one without these encodings.
@@ -81,7 +85,7 @@ def open_run(folder: RunFolder, base: Checkpoint, policy: str | None = None) -> 
     newest = max(folder.versions(), default=0)
     plan = plan_run(folder, newest, start=(0, base.state_digest))
     with opened_start(folder, plan, base) as start:
-        baseline = Baseline(start)
+        baseline = Baseline(start, memory)
     _replay(folder, baseline, plan.chain)
     return PublishedState(run, newest, plan.chain.state_digest, baseline)
 

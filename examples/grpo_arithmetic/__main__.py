@@ -9,22 +9,24 @@ those of a server started afresh.
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
 
+from examples.grpo import ExampleError, end_on_sigterm
+from examples.grpo.base import load_tokenizer, load_trainer_model
+from examples.grpo.policy import Policy
+from examples.grpo.rollout import greedy_tokens, mean_reward
+from examples.grpo.server import VllmServer
+from examples.grpo.tasks import Task
 from examples.grpo_arithmetic import report
 from examples.grpo_arithmetic.check import ServerState, Verdict, compare_checkpoint, judge, served_tensors
-from examples.grpo_arithmetic.loop import StepRecord, mean_reward, run_step, sample
-from examples.grpo_arithmetic.model import load_tokenizer, load_trainer_model, prepare_base
-from examples.grpo_arithmetic.policy import Policy
-from examples.grpo_arithmetic.rollout import greedy_tokens
-from examples.grpo_arithmetic.server import VllmServer
-from examples.grpo_arithmetic.settings import DemoError, Settings, clear_earlier_run, read_settings
-from examples.grpo_arithmetic.tasks import Task, make_task
+from examples.grpo_arithmetic.loop import StepRecord, run_step, sample
+from examples.grpo_arithmetic.model import prepare_base
+from examples.grpo_arithmetic.settings import Settings, clear_earlier_run, read_settings
+from examples.grpo_arithmetic.tasks import make_task
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot import DeltaSnapshotError
 from vllm_delta_snapshot.checkpoint import Checkpoint
@@ -36,10 +38,10 @@ from vllm_delta_snapshot.store import open_store
 
 def main() -> int:
     """Run the demo; return the exit status."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    end_on_sigterm()
     try:
         verdict = run(read_settings())
-    except (DemoError, DeltaSnapshotError) as error:
+    except (ExampleError, DeltaSnapshotError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as reason:
@@ -96,11 +98,6 @@ def materialize_newest(settings: Settings, base: Path, version: int) -> None:
     """Build the newest version from the base and the deltas."""
     folder = RunFolder(open_store(str(settings.sync_dir)))
     materialize(folder, Checkpoint(base), version, settings.final)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    del frame
-    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

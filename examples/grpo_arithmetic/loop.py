@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from examples.grpo_arithmetic.policy import Policy, Rollout
-from examples.grpo_arithmetic.rollout import sample_rollouts
+from examples.grpo.policy import Policy, Rollout
+from examples.grpo.rollout import mean_reward, sample_rollouts
+from examples.grpo.tasks import Task
 from examples.grpo_arithmetic.settings import Settings
-from examples.grpo_arithmetic.tasks import Task
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.drive import ServerClient, sync_server
 
@@ -90,9 +89,4 @@ def run_step(
 def sample(step: int, settings: Settings, task: Task, client: ServerClient) -> list[Rollout]:
     """Sample the rollouts of a step, with a seed of its own."""
     seed = settings.seed + step
-    return sample_rollouts(client, task, samples=settings.samples, max_tokens=settings.max_tokens, seed=seed)
-
-
-def mean_reward(rollouts: Sequence[Rollout]) -> float:
-    """Return the mean reward."""
-    return sum(item.reward for item in rollouts) / len(rollouts)
+    return sample_rollouts([client], task, samples=settings.samples, max_tokens=settings.max_tokens, seed=seed)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from torch import nn
 
+from examples.grpo.server import VllmServer
+from examples.grpo.tasks import Task
 from examples.grpo_arithmetic.check import ServerState, Verdict
 from examples.grpo_arithmetic.loop import StepRecord
 from examples.grpo_arithmetic.picture import draw
-from examples.grpo_arithmetic.server import VllmServer
 from examples.grpo_arithmetic.settings import Settings
-from examples.grpo_arithmetic.tasks import Task
 from vllm_delta_snapshot import __version__
 from vllm_delta_snapshot.checkpoint import Checkpoint
 

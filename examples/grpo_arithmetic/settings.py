@@ -8,15 +8,13 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from examples.grpo import ExampleError
+
 OURS = {
     "sync": "run.json",
     "final": "delta_snapshot.json",
 }
 """Folders of an earlier run that a new one replaces, and the file that shows that the demo wrote them."""
-
-
-class DemoError(Exception):
-    """The demo cannot go on; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ def read_settings() -> Settings:
     """Read the environment.
 
     Raises:
-        DemoError: a variable has a value that makes no sense.
+        ExampleError: a variable has a value that makes no sense.
     """
     out = Path(os.environ.get("DEMO_OUT", "demo_out")).resolve()
     tiny = os.environ.get("DEMO_TINY", "0") not in ("", "0")
@@ -83,11 +81,11 @@ def read_settings() -> Settings:
             seed=int(os.environ.get("DEMO_SEED", "0")),
         )
     except ValueError as error:
-        raise DemoError(f"a DEMO_* variable is not a number: {error}") from error
+        raise ExampleError(f"a DEMO_* variable is not a number: {error}") from error
     if settings.steps < 1:
-        raise DemoError("DEMO_STEPS must be at least 1")
+        raise ExampleError("DEMO_STEPS must be at least 1")
     if tiny and model:
-        raise DemoError("set DEMO_MODEL or DEMO_TINY, not both")
+        raise ExampleError("set DEMO_MODEL or DEMO_TINY, not both")
     return settings
 
 
@@ -95,7 +93,7 @@ def clear_earlier_run(settings: Settings) -> None:
     """Remove what an earlier run of the demo left, so that this one starts a run of its own at version 0.
 
     Raises:
-        DemoError: a folder is in the way that the demo did not write.
+        ExampleError: a folder is in the way that the demo did not write.
     """
     settings.out.mkdir(parents=True, exist_ok=True)
     for name, proof in OURS.items():
@@ -103,5 +101,5 @@ def clear_earlier_run(settings: Settings) -> None:
         if not folder.exists():
             continue
         if any(folder.iterdir()) and not (folder / proof).is_file():
-            raise DemoError(f"{folder} is in the way and was not written by this demo; move it or set DEMO_OUT")
+            raise ExampleError(f"{folder} is in the way and was not written by this demo; move it or set DEMO_OUT")
         shutil.rmtree(folder)

@@ -9,34 +9,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from typing import Protocol
 
 from transformers import PreTrainedTokenizerFast
 
+from examples.grpo.tasks import Task
 from examples.grpo_arithmetic.settings import Settings
 
 EXAMPLES = ("2 + 3 = 5", "4 + 6 = 10")
 """Shown before every question, so that a plain language model knows what is asked of it."""
-
-
-class Task(Protocol):
-    """Questions as token ids, and a reward between 0 and 1 for a completion of one of them.
-
-    Attributes:
-        prompts: token ids of the questions.
-        stop: texts that end a completion.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    stop: Sequence[str]
-
-    def reward(self, question: int, completion: Sequence[int]) -> float:
-        """Return the reward of a completion; its tokens include the ones that ended it."""
-        ...
-
-    def show(self, question: int, completion: Sequence[int]) -> str:
-        """Return question and completion for people."""
-        ...
 
 
 class Arithmetic:

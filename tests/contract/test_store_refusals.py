@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.support.cli import Outcome
 from tests.support.object_stores import S3_ENVIRONMENT, ObjectServer, fake_gcs, ministack, moto
 from vllm_delta_snapshot.errors import CompatibilityError, ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
 from vllm_delta_snapshot.store import Store, StoreConfig, open_store
@@ -277,3 +278,23 @@ def sent_by(store: S3Store) -> list[Any]:
 
 def names_in(store: GcsStore) -> list[str]:
     return [blob.name for blob in store._client.list_blobs(store._bucket)]
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_doctor_says_that_there_is_no_such_bucket_and_what_the_clock_is_where_there_is_one(
+    scheme: str, s3: ObjectServer, gcs: ObjectServer, monkeypatch: pytest.MonkeyPatch
+):
+    server = s3 if scheme == "s3" else gcs
+    set_all(monkeypatch, server.environment)
+
+    def checks_of(bucket: str) -> tuple[int, dict[str, dict[str, Any]]]:
+        outcome = Outcome("doctor", "--sync-dir", f"{scheme}://{bucket}/run", "--json")
+        return outcome.code, {check["name"]: check for check in outcome.json["checks"]}
+
+    code, checks = checks_of("no-such-bucket")
+    assert code == 1
+    assert "there is no such bucket" in checks["run"]["detail"]
+    _, checks = checks_of(server.make_bucket())
+    assert "no run here" in checks["run"]["detail"]
+    assert checks["exclusive create"]["detail"] == "works (a trainer may publish from here)"
+    assert checks["clock"]["detail"].startswith("within ")

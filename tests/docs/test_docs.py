@@ -22,6 +22,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", parameters(needs_engine=False))
 def test_block(block: Block, library: Library) -> None:
     library.read(block)

@@ -80,6 +80,7 @@ def engine(folder: Path, **options: Any) -> Iterator[Engine]:
     from vllm.config import WeightTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    gc.freeze()  # vLLM has the collector pass over everything a dozen times an engine; what is there by now can stay
     settings: dict[str, Any] = {
         "dtype": "bfloat16",
         "enforce_eager": True,
@@ -98,5 +99,4 @@ def engine(folder: Path, **options: Any) -> Iterator[Engine]:
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        cleanup_dist_env_and_memory()  # which thaws and collects

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from tests.support.digests import merged
 from vllm_delta_snapshot.drive import ServerClient
 
 _ROOT = Path(__file__).parents[2]
+_RANDOM = random.SystemRandom()
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -169,6 +171,13 @@ def _body(prompt: list[int], count: int) -> dict[str, Any]:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a port for later: a server binds it after some 20 seconds, while tests beside this one open many.
+
+    So it is below those that the kernel hands out, and each process that runs tests has a thousand of its own.
+    """
+    first = 20_000 + 1_000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 12)
+    while True:
+        port = first + _RANDOM.randrange(1_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port

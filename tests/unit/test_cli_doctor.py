@@ -27,6 +27,7 @@ from vllm_delta_snapshot.store.posix import PosixStore
 
 COMMAND = Path(sys.executable).with_name("delta-snapshot")
 PATCH_LOADER = "vllm.model_executor.model_loader.checkpoint_weight_patch"
+RUN_CHECKS = ["run", "exclusive create", "clock", "file system", "room for the run"]
 CHECKS = ["vllm-delta-snapshot", "vllm", "plugin", "VLLM_SERVER_DEV_MODE", "stage folder"]
 
 
@@ -49,11 +50,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return make_run(tmp_path_factory.mktemp("run"), 2)
 
 
-def checks_of(outcome: Outcome) -> dict[str, dict[str, Any]]:
+def checks_of(outcome: Outcome, *, code: int = 1) -> dict[str, dict[str, Any]]:
     """Return the checks by name, in order, after a look at what holds of every outcome."""
     found = outcome.json
     assert outcome.stderr == ""
-    assert outcome.code == (0 if found["ok"] else 1)
+    assert outcome.code == (0 if found["ok"] else code)
     assert found["ok"] == all(check["ok"] for check in found["checks"])
     assert all(set(check) == {"name", "ok", "detail", "hint"} for check in found["checks"])
     return {check["name"]: check for check in found["checks"]}
@@ -115,7 +116,9 @@ def test_vllm_that_is_too_old_is_in_the_way(vllm: ModuleType, monkeypatch: pytes
         ("", "delta_snapshot"),
         ("a, delta_snapshot", "a,delta_snapshot"),
         (" delta_snapshot", "delta_snapshot"),
-        ("delta-snapshot", "delta-snapshot,delta_snapshot"),
+        ("delta-snapshot", "delta_snapshot"),
+        ("a;'Delta_Snapshot'", "a,delta_snapshot"),
+        ("vllm-delta-snapshot,b", "b,delta_snapshot"),
     ],
 )
 def test_vllm_plugins_that_leave_the_plugin_out_are_in_the_way(
@@ -175,10 +178,10 @@ def test_stage_folder_that_cannot_be_written_is_in_the_way(monkeypatch: pytest.M
     assert "DELTA_SNAPSHOT_STAGE_DIR" in checks["stage folder"]["hint"]
 
 
-def test_good_run_adds_two_checks_and_is_not_touched(run: TinyRun):
+def test_good_run_adds_checks_and_is_not_touched(run: TinyRun):
     before = snapshot_of(run.sync_dir)
     checks = checks_of(Outcome("doctor", "--sync-dir", run.sync_dir, "--json"))
-    assert list(checks) == [*CHECKS, "run", "exclusive create"]
+    assert list(checks) == [*CHECKS, *RUN_CHECKS]
     assert failed(checks) == []
     assert checks["run"]["detail"] == f"{run.publisher.run_id}, newest version 2"
     assert snapshot_of(run.sync_dir) == before
@@ -196,8 +199,10 @@ def test_run_that_is_not_there_is_in_the_way(tmp_path: Path, sync_dir: str, said
 
 
 def test_store_that_is_unreachable_is_in_the_way(run: TinyRun, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("vllm_delta_snapshot.store.open_store", lambda uri: FaultyStore(PosixStore(uri), 0, down=True))
-    checks = checks_of(Outcome("doctor", "--sync-dir", run.sync_dir, "--json"))
+    monkeypatch.setattr(
+        "vllm_delta_snapshot.cli.doctor.storage.open_store", lambda uri: FaultyStore(PosixStore(uri), 0, down=True)
+    )
+    checks = checks_of(Outcome("doctor", "--sync-dir", run.sync_dir, "--json"), code=3)
     assert failed(checks) == ["run"]
     assert "[StoreUnavailable]" in checks["run"]["detail"]
 

@@ -172,6 +172,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_of_an_update_does_not_grow_with_how_many_versions_it_merges(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     extra = []

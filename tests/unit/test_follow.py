@@ -36,7 +36,9 @@ from vllm_delta_snapshot.errors import (
     StoreUnavailable,
 )
 from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.stage.area import StageArea, StagerConfig, StagerState
 from vllm_delta_snapshot.store.posix import PosixStore
+from vllm_delta_snapshot.traffic import retries
 
 VERSIONS = 4
 SERVING_DOC = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -52,7 +54,7 @@ class Seen:
     def updated(self, report: UpdateReport) -> None:
         self.versions.append(report.version)
 
-    def failed(self, error: DeltaSnapshotError) -> None:
+    def failed(self, error: DeltaSnapshotError, stage: str) -> None:
         self.errors.append(error)
 
 
@@ -519,8 +521,15 @@ def test_seconds_since_the_last_look_are_told(setting: Setting):
     assert 100.0 <= seconds < 200.0
 
 
-def test_metrics_have_the_documented_names_and_tell_what_happened(setting: Setting):
+def test_metrics_have_the_documented_names_and_tell_what_happened(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     pytest.importorskip("prometheus_client")
+    monkeypatch.setenv("DELTA_SNAPSHOT_STAGE_DIR", str(tmp_path / "stage"))
+    for sync_dir, fetched in ((str(setting.sync_dir), 4096), ("/another/run", 1)):
+        area = StageArea.of(tmp_path / "stage", StagerConfig(sync_dir=sync_dir, checkpoint="/base"))
+        state = StagerState(status="following", pid=1, fetched_bytes=fetched, retries={"stage": 2 * (fetched > 1)})
+        area.write(area.state, state.to_json())
     metrics = FollowMetrics()
     setting.seen = metrics  # type: ignore[assignment]
     follower = setting.follower()
@@ -544,8 +553,11 @@ def test_metrics_have_the_documented_names_and_tell_what_happened(setting: Setti
         "ready": 0,
         "updates_total": 1,
         "repairs_total": 1,
-        'errors_total{error="ApplyError"}': 1,
-        'errors_total{error="ServerError"}': 1,
+        'errors_total{error="ApplyError",stage="update"}': 1,
+        'errors_total{error="ServerError",stage="look"}': 1,
+        "chain_length": 3,
+        "fetched_bytes_total": 4096,
+        'retries_total{operation="stage"}': 2 + retries().get("stage", 0),
         "stage_duration_seconds_count": 1,
         "apply_duration_seconds_count": 1,
         "pause_duration_seconds_count": 1,
@@ -553,7 +565,8 @@ def test_metrics_have_the_documented_names_and_tell_what_happened(setting: Setti
     assert {name: float(said[f"delta_snapshot_{name}"]) for name in expected} == expected
     text = SERVING_DOC.read_text()
     names = ("applied_version", "head_version", "lag_versions", "ready", "updates_total", "repairs_total")
-    assert [name for name in (*names, "errors_total{error}", "build_info{version}") if f"`{name}`" not in text] == []
+    names += ("errors_total{stage,error}", "retries_total{operation}", "chain_length", "fetched_bytes_total")
+    assert [name for name in (*names, "build_info{version}") if f"`{name}`" not in text] == []
     assert any(name.startswith("delta_snapshot_build_info{version=") for name in said)
     assert all(name.startswith("delta_snapshot_") for name in said)
 

@@ -81,6 +81,7 @@ def test_two_workers_share_one_stager_that_outlives_the_first(run: TinyRun, tmp_
     eventually(lambda: not is_locked(area.lock))
 
 
+@pytest.mark.slow
 def test_killed_stager_is_started_again_by_whoever_asks(run: TinyRun, tmp_path: Path) -> None:
     worker = _handoff(run, tmp_path / "stage")
     area = _area(run, tmp_path / "stage")
@@ -97,6 +98,7 @@ def test_killed_stager_is_started_again_by_whoever_asks(run: TinyRun, tmp_path: 
     eventually(lambda: not is_locked(area.lock))
 
 
+@pytest.mark.slow
 def test_stager_ends_when_its_worker_is_killed(run: TinyRun, tmp_path: Path) -> None:
     code = (
         "import sys, pathlib\n"
@@ -117,6 +119,7 @@ def test_stager_ends_when_its_worker_is_killed(run: TinyRun, tmp_path: Path) -> 
     eventually(lambda: not is_locked(area.lock))
 
 
+@pytest.mark.slow
 def test_failed_start_leaves_nothing_running_and_can_be_tried_again(run: TinyRun, tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     run.sync_dir.rename(hidden)

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.runs import make_run
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +18,7 @@ MOST_S = 20.0
 """A case takes less than a second; machines that test it may be busy."""
 
 
+@pytest.mark.slow
 def test_hostile_input_is_refused_within_bounded_time_and_memory(
     ram_path: Path, record_property: Callable[[str, object], None]
 ):

@@ -816,6 +816,7 @@ def dead() -> Iterator[Dead]:
         yield Dead(base, *steps, json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_create_killed_at_any_line_leaves_nothing_or_a_whole_mirror(dead: Dead):
     outcomes = set()
     for area in map(Path, dead.folders["create"]):
@@ -844,6 +845,7 @@ def finish(folder: Path, step: Step) -> str:
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "expected"), [("advance", {"old", "torn", "new"}), ("finish", {"torn", "new"})])
 def test_advance_killed_at_any_line_is_old_torn_or_new_and_is_finished_exactly(
     dead: Dead, what: str, expected: set[str]
@@ -851,6 +853,7 @@ def test_advance_killed_at_any_line_is_old_torn_or_new_and_is_finished_exactly(
     assert {finish(Path(folder), dead.small) for folder in dead.folders[what]} == expected
 
 
+@pytest.mark.slow
 def test_advance_killed_at_any_moment_is_finished_exactly(dead: Dead):
     for folder in dead.folders["large"]:
         finish(Path(folder), dead.large)

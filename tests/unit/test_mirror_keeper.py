@@ -144,6 +144,7 @@ def test_torn_mirror_with_damage_elsewhere_is_made_anew(host: Host, run: TinyRun
     check_mirror(host, run, 3)
 
 
+@pytest.mark.slow
 def test_mirror_of_a_stager_killed_at_any_line_goes_on_exactly(ram_path: Path) -> None:
     run = make_run(ram_path, versions=3)
     area = StageArea.of(ram_path / "stage", StagerConfig(sync_dir=str(run.sync_dir), checkpoint=str(run.base)))

@@ -119,7 +119,7 @@ def test_metrics_have_the_documented_names_and_tell_what_was_published(run: Tiny
         "mutation_density_ratio_count": 2,
         "head_version": 2,
         "checkpoint_bytes": reports[0].checkpoint_bytes,
-        'errors_total{error="SourceError"}': 1,
+        'errors_total{error="SourceError",stage="diff"}': 1,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     docs = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()

@@ -54,7 +54,8 @@ ALL = list(expressions())
 
 def test_there_are_expressions_and_metrics(exported: dict[str, set[str]]):
     assert len(ALL) > 20
-    assert exported["delta_snapshot_errors_total"] == {"error"}
+    assert exported["delta_snapshot_errors_total"] == {"stage", "error"}
+    assert exported["delta_snapshot_retries_total"] == {"operation"}
     assert "delta_snapshot_pause_duration_seconds_bucket" in exported
 
 

@@ -520,6 +520,7 @@ def peaks(
     return peak - before, after - before
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_blocking_publication_and_the_buffer_and_is_given_back(
     ram_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

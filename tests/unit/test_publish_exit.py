@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.checkpoints import tiny_tensors, write_checkpoint
 from tests.support.exits import WAYS, hangs
 from tests.support.runs import TinyTrainer, assert_same_state, replay
@@ -13,6 +15,7 @@ from trainer_hooks import DeltaPublisher
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_trainer_that_ends_with_a_publication_under_way_finishes_it_or_gives_it_up(ram_path: Path):
     base = write_checkpoint(ram_path / "base", tiny_tensors())
     command = [sys.executable, "-m", "tests.support.exits", str(base), str(ram_path)]

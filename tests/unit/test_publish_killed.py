@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.checkpoints import tiny_tensors, write_checkpoint
 from tests.support.runs import TinyTrainer, assert_same_state, replay
 from trainer_hooks import DeltaPublisher
@@ -33,6 +35,7 @@ def check_restart(base: Path, sync_dir: Path, scratch: Path, steps: int) -> int:
     return len(visible)
 
 
+@pytest.mark.slow
 def test_trainer_killed_at_any_moment_is_carried_on_exactly(ram_path: Path):
     base = write_checkpoint(ram_path / "base", tiny_tensors())
     command = [sys.executable, "-m", "tests.support.crash", str(base), str(ram_path)]

@@ -103,6 +103,7 @@ def test_number_of_threads_makes_no_difference(tmp_path: Path, monkeypatch: pyte
     assert one == published(tmp_path / "five", 5, encoding)
 
 
+@pytest.mark.slow
 def test_kernel_makes_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kernel = compiled()
     without = published(tmp_path / "without", 2, "auto")

@@ -9,6 +9,8 @@ from tests.support.played_adapters import play, wrong_tensors
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow  # processes of several ranks
+
 NAMES = ("accelerate", "transformers")
 
 

@@ -27,6 +27,8 @@ from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 from vllm_delta_snapshot.verify_run import verify_run
 
+pytestmark = pytest.mark.slow  # processes of several ranks
+
 ROOT = Path(__file__).parents[2]
 NAMES = (*CASES, EXPERTS)
 WAYS = ("at once", "behind")

@@ -24,6 +24,7 @@ def steps_of(sync_dir: Path) -> list[int | None]:
     return [folder.read_metadata(folder.read_version(version)).step for version in folder.versions()]
 
 
+@pytest.mark.slow
 def test_two_ranks_of_ddp_publish_once(tmp_path: Path) -> None:
     base, sync_dir = tmp_path / "base", tmp_path / "run"
     make_model("qwen3", base)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import queue
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from tests.support.follower import follower
 from tests.support.server import CheckedServer, ServerProcess, greedy, servers
 from tests.support.tiny_models import make_model, train_step
 from tests.support.tiny_tokenizer import save_tokenizer
@@ -320,6 +322,34 @@ def test_vllms_own_client_is_refused_unless_somebody_resets_caches(setup: Setup,
     engine.send_weights()
     verify_server(setup.client, engine.version)
     _assert_published(setup, engine.version, model, tmp_path / "second")
+
+
+@pytest.mark.parametrize("way", ["driven by the trainer", "followed"])
+def test_word_problems_are_sampled_from_each_version_in_turn(setup: Setup, tmp_path: Path, way: str) -> None:
+    from examples.grpo_gsm8k.__main__ import run
+    from examples.grpo_gsm8k.settings import read_settings
+
+    arguments = [
+        *setup.options("--steps", "2", "--lr", "1e-3", "--out", str(tmp_path)),
+        *("--questions", "4", "--samples", "4", "--max-tokens", "16", "--timeout", "120"),
+    ]
+    with ExitStack() as beside:
+        if way == "followed":
+            options = ("--sampler", "beside", "--max-lag", "0")
+            beside.enter_context(follower(setup.sync_dir, setup.client.url, tmp_path / "follow.log", *options))
+            arguments += ["--follow", "--wait-for", "beside"]
+        trained = run(read_settings(arguments))
+        assert setup.client.weight_version().endswith(f"@{trained.version}")
+    assert not setup.client.is_paused()
+    verify_server(setup.client, trained.version)
+    _assert_published(setup, trained.version, trained.model, tmp_path / "published")
+    folder = RunFolder(open_store(str(setup.sync_dir)))
+    for record in trained.records:
+        report = record.delivered.published
+        assert report.changed_elements > 0
+        assert record.delivered.pause_s is not None
+        metadata = folder.read_metadata(folder.read_version(report.version))
+        assert (metadata.step, metadata.metrics) == (record.step, {"reward": record.reward, "solved": record.solved})
 
 
 @pytest.mark.skipif(find_spec("skyrl") is None, reason="SkyRL 0.4 needs Python 3.12 and more: make test-skyrl")

@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from trainer_hooks.pinned import HostMemory
 from trainer_hooks.sharded.source import Segment, Shard
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.dtypes import Bits
@@ -22,6 +23,7 @@ from vllm_delta_snapshot.types import Change, TensorDifference, TensorSpec
 __all__ = ["HeldSegment", "ShardBaseline"]
 
 _CHUNK: Final = 1 << 20
+_PLAIN: Final = HostMemory(is_pinned=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,11 +63,16 @@ class ShardBaseline:
     Args:
         base: the checkpoint to start from.
         shards: those that this rank publishes, by their numbers in its plan.
+        memory: where to keep them; by default plain memory.
     """
 
-    def __init__(self, base: Checkpoint, shards: Mapping[int, Shard]) -> None:
+    def __init__(self, base: Checkpoint, shards: Mapping[int, Shard], memory: HostMemory | None = None) -> None:
+        memory = memory or _PLAIN
         self._held = {
-            number: [HeldSegment(base.specs[segment.name], segment, _read(base, segment)) for segment in shard.segments]
+            number: [
+                HeldSegment(base.specs[segment.name], segment, _read(base, segment, memory))
+                for segment in shard.segments
+            ]
             for number, shard in shards.items()
         }
         self._by_name: dict[str, list[HeldSegment]] = {}
@@ -97,7 +104,7 @@ class ShardBaseline:
     def reload(self, checkpoint: Checkpoint) -> None:
         """Take all elements from a checkpoint instead, in place."""
         for held in self:
-            held.bits[...] = _read(checkpoint, held.segment)
+            held.bits[...] = _read(checkpoint, held.segment, _PLAIN)
 
     def digest(self) -> int:
         """Return the part that the elements have in the state digest. Reads all of them."""
@@ -117,11 +124,11 @@ class ShardBaseline:
                     held.bits[at] = np.where(change.absolute[is_held], values, held.bits[at] + values)
 
 
-def _read(base: Checkpoint, segment: Segment) -> Bits:
+def _read(base: Checkpoint, segment: Segment, memory: HostMemory) -> Bits:
     bits, runs = base.bits(segment.name), segment.runs
     if runs.start is not None:
-        return np.array(bits[runs.start : runs.start + runs.size])
-    found = np.empty(runs.size, bits.dtype)
+        return memory.copy_of(bits[runs.start : runs.start + runs.size])
+    found = memory.empty(runs.size, bits.dtype)
     for first, last in _chunks(runs.size):
         bits.take(runs.positions(first, last), out=found[first:last], mode="clip")
     return found

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from trainer_hooks.device_diff import DeviceDiff
 from trainer_hooks.diff import PIECE_ELEMENTS, Piece, TensorDiff, check_dtype
 from trainer_hooks.differ import diff_pieces
 from trainer_hooks.sharded.baseline import HeldSegment, ShardBaseline
@@ -32,6 +33,7 @@ class ShardDiffer:
         owned: the shards that this rank publishes, by number.
         baseline: what was published of them.
         known: the fingerprints of the last publication.
+        device_diff: where to compare what lies on an accelerator; by default as ``auto``.
 
     Attributes:
         fingerprints: those of this pass, once it is at its end.
@@ -39,12 +41,18 @@ class ShardDiffer:
     """
 
     def __init__(
-        self, source: ShardSource, owned: Mapping[int, Shard], baseline: ShardBaseline, known: ShardFingerprints
+        self,
+        source: ShardSource,
+        owned: Mapping[int, Shard],
+        baseline: ShardBaseline,
+        known: ShardFingerprints,
+        device_diff: DeviceDiff | None = None,
     ) -> None:
         self._source = source
         self._owned = owned
         self._baseline = baseline
         self._known = known
+        self._device_diff = device_diff
         self.fingerprints: ShardFingerprints = {}
         self.seconds = 0.0
 
@@ -58,7 +66,7 @@ class ShardDiffer:
             SourceError: a shard is missing, doubled or does not fit. What was yielded must not be published.
         """
         started = time.monotonic()
-        for diff in diff_pieces(self._pieces(), pool):
+        for diff in diff_pieces(self._pieces(), pool, device_diff=self._device_diff):
             self.seconds += time.monotonic() - started
             yield diff
             started = time.monotonic()

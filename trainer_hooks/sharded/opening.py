@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer_hooks.pinned import HostMemory
 from trainer_hooks.resume import find_run, policy_of
 from trainer_hooks.sharded.baseline import ShardBaseline
 from trainer_hooks.sharded.owners import assign, claims, cover_of, details_of, explain, is_covered, share_digest
@@ -47,9 +48,16 @@ class Opened:
 
 
 def open_sharded(
-    ranks: Ranks, source: ShardSource, base: Checkpoint, folder: RunFolder, encoding: str | None
+    ranks: Ranks,
+    source: ShardSource,
+    base: Checkpoint,
+    folder: RunFolder,
+    encoding: str | None,
+    memory: HostMemory | None = None,
 ) -> Opened:
     """Start a run, or continue one. Collective; blocks; reads the base and every delta, a part on each rank.
+
+    `memory` is where the baseline will lie; by default plain memory.
 
     Raises:
         SourceError: the shards are not the base checkpoint.
@@ -66,7 +74,7 @@ def open_sharded(
     numbers = ranks.round(planned, lambda claimed: assign(claimed, base.specs, str(base.folder)))
     assert plan is not None  # noqa: S101 - or the round had failed
     owned = {number: plan.shards[number] for number in numbers}
-    baseline, base_digest = _read_base(ranks, base, owned)
+    baseline, base_digest = _read_base(ranks, base, owned, memory)
 
     def find(_: list[JSON]) -> JSON:
         run = find_run(folder, base, base_digest, encoding)
@@ -102,12 +110,14 @@ def bring(baseline: ShardBaseline, folder: RunFolder, base: Checkpoint, version:
             baseline.advance(changes)
 
 
-def _read_base(ranks: Ranks, base: Checkpoint, owned: Mapping[int, Shard]) -> tuple[ShardBaseline, str]:
+def _read_base(
+    ranks: Ranks, base: Checkpoint, owned: Mapping[int, Shard], memory: HostMemory | None
+) -> tuple[ShardBaseline, str]:
     baseline = None
 
     def read() -> JSON:
         nonlocal baseline
-        baseline = ShardBaseline(base, owned)
+        baseline = ShardBaseline(base, owned, memory)
         return cover_of(baseline, share_digest(base, ranks.rank, ranks.size))
 
     is_whole, digest = ranks.round(read, lambda covers: {"cover": is_covered(covers, base)})["cover"]

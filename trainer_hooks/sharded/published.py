@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer_hooks.device_diff import DeviceDiff
 from trainer_hooks.kept import KeptChanges
 from trainer_hooks.publish import is_committed
 from trainer_hooks.published import Head
@@ -71,9 +72,9 @@ class ShardPublished:
         self._fingerprints: ShardFingerprints = {}
         self._is_moving = False
 
-    def differ(self, source: ShardSource) -> ShardDiffer:
+    def differ(self, source: ShardSource, device_diff: DeviceDiff) -> ShardDiffer:
         """Return a pass that compares a source with what is published."""
-        return ShardDiffer(source, self._owned, self.baseline, self._fingerprints)
+        return ShardDiffer(source, self._owned, self.baseline, self._fingerprints, device_diff)
 
     def lineage(self, run_id: str, total_elements: int) -> Lineage:
         """Return where the next version starts and leads to."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer_hooks.base_publisher import BasePublisher, Conduct, WhenBusy
+from trainer_hooks.device_diff import DeviceDiff, DiffOn
 from trainer_hooks.kernel import load_kernel
 from trainer_hooks.observers import PublishObserver
 from trainer_hooks.publication import Fleet, Publication, R, notes_of
@@ -68,6 +69,7 @@ class ShardedPublisher(BasePublisher):
         drain_timeout_s: see `DeltaPublisher`.
         resume_from: see `DeltaPublisher`; rank 0's counts.
         threads: how many threads of this rank compare and encode; by default its cores, at most 8.
+        diff_on: see `DeltaPublisher`; a rank's own matter.
         single_writer: see `DeltaPublisher`.
         upkeep: see `DeltaPublisher`; beside rank 0.
         max_file_bytes: soft limit of a payload file.
@@ -97,6 +99,7 @@ class ShardedPublisher(BasePublisher):
         drain_timeout_s: float = 60.0,
         resume_from: Mapping[str, object] | None = None,
         threads: int | None = None,
+        diff_on: DiffOn = "auto",
         single_writer: bool = False,
         upkeep: UpkeepPolicy | None = None,
         max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
@@ -104,6 +107,7 @@ class ShardedPublisher(BasePublisher):
         timeout_s: float = 1800.0,
     ) -> None:
         conduct = Conduct(asynchronous, when_busy, drain_timeout_s)
+        self._device_diff = DeviceDiff(diff_on)
         self._ranks = Ranks(group, timeout_s=timeout_s)
         # Of their own, so that what is said behind the step does not come in between.
         behind = Ranks(group, timeout_s=timeout_s)
@@ -127,7 +131,9 @@ class ShardedPublisher(BasePublisher):
                 SavedState.of(resume_from).check(self._folder)
 
         self._ranks.first_does(check_saved)
-        opened = open_sharded(self._ranks, self._source, self._base, self._folder, encoding)
+        opened = open_sharded(
+            self._ranks, self._source, self._base, self._folder, encoding, self._device_diff.host_memory()
+        )
         self._published = ShardPublished(opened)
         specs = self._base.specs
         self._place = Place(behind, store, list(specs.values()), {name: place for place, name in enumerate(specs)})
@@ -221,7 +227,7 @@ class ShardedPublisher(BasePublisher):
         if begun["failed"] is not None:
             raise untold or RankFailed(f"the publication before failed on {begun['failed']}", hint=_AGAIN)
         notes = notes_of(self._base_model, *((step, metrics) if self._ranks.rank == 0 else (None, None)))
-        differ = self._published.differ(self._source)
+        differ = self._published.differ(self._source, self._device_diff)
         writing = ShardWriting(
             self._rules, self._place, self._published, differ, notes, publication_id=begun["id"], started=started
         )

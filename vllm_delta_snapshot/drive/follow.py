@@ -8,21 +8,24 @@ rarely. It is ready when its server has caught up, and not before.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_delta_snapshot.acks import Acknowledger
+from vllm_delta_snapshot.chain import plan_steps
 from vllm_delta_snapshot.drive.client import PauseMode, ServerClient, ServerError
 from vllm_delta_snapshot.drive.sync import RunningRequests, UpdateReport, sync_server, weight_label
-from vllm_delta_snapshot.errors import DeltaSnapshotError, NotInitialized, NotStaged, StoreError
+from vllm_delta_snapshot.errors import BrokenChain, DeltaSnapshotError, NotInitialized, NotStaged, StoreError
 from vllm_delta_snapshot.run_folder import RunFolder
 
-__all__ = ["FollowConfig", "FollowState", "Follower", "Observer"]
+__all__ = ["FollowConfig", "FollowState", "Follower", "Observer", "Stage"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,10 @@ _LONGEST_SILENCE_S: Final = 3.0
 """To ask whether a server is back costs nothing."""
 _STAGE_SLICE_S: Final = 1.0
 """For so long it waits for a version to be staged before it looks again whether it has to stop."""
+
+
+Stage = Literal["look", "init", "update", "acknowledge"]
+"""What a follower was at: seeing what store and server have, initializing the server, a version, or saying so."""
 
 
 class FollowConfig(BaseModel):
@@ -82,6 +89,7 @@ class FollowState:
         last: how the last update went.
         looked_at: when store and server last answered, on the monotonic clock.
         acknowledged: the newest version that the store was told of; ``None`` if none was.
+        chain_length: how many deltas an engine that starts now has to fetch; ``None`` while that is not known.
     """
 
     run_id: str = ""
@@ -94,6 +102,7 @@ class FollowState:
     last: UpdateReport | None = None
     looked_at: float | None = None
     acknowledged: int | None = None
+    chain_length: int | None = None
 
     @property
     def lag(self) -> int | None:
@@ -108,8 +117,8 @@ class Observer(Protocol):
         """The server took a version."""
         ...
 
-    def failed(self, error: DeltaSnapshotError) -> None:
-        """A try failed."""
+    def failed(self, error: DeltaSnapshotError, stage: Stage) -> None:
+        """A try failed, or the store could not be told of a version."""
         ...
 
 
@@ -142,6 +151,7 @@ class Follower:
         self._updated_at = float("-inf")
         self._staging_since: float | None = None
         self._wait_s = config.poll_interval_s
+        self._stage: Stage = "look"
         self.state = FollowState()
 
     @property
@@ -168,9 +178,11 @@ class Follower:
 
     def step(self) -> None:
         """Look once, and take a version if there is one to take. Failures are kept in the state."""
+        self._stage = "look"
         try:
             self._look()
             target = self._target()
+            self._stage = "update"
             if target is not None:
                 self._take(target)
             self._acknowledge()
@@ -188,7 +200,10 @@ class Follower:
             if self._sampler is not None:
                 self._acknowledger = Acknowledger(self._folder.store, run_id, self._sampler)
         versions = self._folder.versions()
-        self._set(newest=max(versions, default=0))
+        newest = max(versions, default=0)
+        if newest != self.state.newest or self.state.chain_length is None:
+            self._set(chain_length=self._chain_length(versions))
+        self._set(newest=newest)
         answer = self._client.request("GET", "/weight_info", timeout_s=self.config.ask_timeout_s)
         applied = self.state.applied
         if applied is not None and answer.get("weight_version") != weight_label(applied, self.state.run_id):
@@ -198,6 +213,16 @@ class Follower:
         if not self.state.has_caught_up and self.state.lag == 0:
             self._set(has_caught_up=True)
         self._set(looked_at=time.monotonic())
+
+    def _chain_length(self, versions: Sequence[int]) -> int | None:
+        """Return how many deltas lead to the newest version from the newest anchor, or else from the base."""
+        with contextlib.suppress(StoreError):  # it is only told; the next look finds out
+            shortcuts = self._folder.shortcuts()
+            newest = max(versions, default=0)
+            for start in (*(version for version in reversed(shortcuts.anchors) if version <= newest), 0):
+                with contextlib.suppress(BrokenChain):
+                    return len(plan_steps(versions, start, newest, shortcuts))
+        return None
 
     def _target(self) -> int | None:
         """Return the version to go to now; ``None`` if the server is where it should be."""
@@ -217,6 +242,7 @@ class Follower:
             report = self._sync(version)
         except ServerError as error:
             if error.kind is NotInitialized:
+                self._stage = "init"
                 self._client.init(sync_dir=self.config.sync_dir, **self.config.init_info)
                 return
             if error.kind is not NotStaged or time.monotonic() >= since + self.config.stage_timeout_s:
@@ -253,6 +279,8 @@ class Follower:
             )
         except StoreError as error:
             logger.warning("cannot acknowledge version=%d: %s", state.applied, error)
+            if self._observer is not None:
+                self._observer.failed(error, "acknowledge")
         else:
             self._set(acknowledged=state.applied)
 
@@ -265,7 +293,7 @@ class Follower:
         if is_silent:
             self._set(looked_at=None)  # so it is not ready
         if self._observer is not None:
-            self._observer.failed(error)
+            self._observer.failed(error, self._stage)
 
     def _set(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)

@@ -23,6 +23,7 @@ The folder belongs to this user alone (mode 0700); what lies in it is trusted.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -38,7 +39,7 @@ from vllm_delta_snapshot.errors import FormatError, StageError
 from vllm_delta_snapshot.format.run import RunInfo
 from vllm_delta_snapshot.format.wire import WireModel
 
-__all__ = ["StageArea", "StagerConfig", "StagerState", "default_stage_root", "pair_of"]
+__all__ = ["StageArea", "StagerConfig", "StagerState", "default_stage_root", "pair_of", "stagers_of"]
 
 
 class StagerConfig(WireModel):
@@ -82,6 +83,8 @@ class StagerState(WireModel):
         problem: why it does not get past `newest`.
         mirror_error: why the mirror is not where it is wanted.
         error: why it failed for good.
+        fetched_bytes: payload that it has fetched since it was started.
+        retries: how often it tried what again, by operation.
     """
 
     status: Literal["starting", "following", "failed"]
@@ -92,12 +95,30 @@ class StagerState(WireModel):
     problem: Problem | None = None
     mirror_error: dict[str, str | None] | None = None
     error: dict[str, str | None] | None = None
+    fetched_bytes: int = 0
+    retries: dict[str, int] = Field(default_factory=dict)
 
 
 def default_stage_root() -> Path:
     """Return the folder for stage areas: ``$DELTA_SNAPSHOT_STAGE_DIR``, or one of this user's under the temp folder."""
     configured = os.environ.get("DELTA_SNAPSHOT_STAGE_DIR")
     return Path(configured) if configured else Path(tempfile.gettempdir()) / f"delta-snapshot-{os.getuid()}"
+
+
+def stagers_of(sync_dir: str, root: Path | None = None) -> list[StagerState]:
+    """Return what the stagers of this host that follow a run say of themselves. For metrics: never raises.
+
+    Args:
+        sync_dir: the run's folder, as the engines were told.
+        root: the folder for stage areas; by default that of this process.
+    """
+    found = []
+    for path in sorted((root or default_stage_root()).glob("*/config.json")):
+        area = StageArea(path.parent)
+        with contextlib.suppress(OSError, FormatError):
+            state = area.read_state() if area.read_config().sync_dir == sync_dir else None
+            found += [state] if state is not None else []
+    return found
 
 
 class StageArea:

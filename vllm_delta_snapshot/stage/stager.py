@@ -42,6 +42,7 @@ from vllm_delta_snapshot.stage.places import PlaceMap
 from vllm_delta_snapshot.stage.tensor_digests import TensorDigests
 from vllm_delta_snapshot.stage.update_folders import UpdateFolders
 from vllm_delta_snapshot.store import open_store
+from vllm_delta_snapshot.traffic import FETCHED, count_retry, moved_bytes, retries
 from vllm_delta_snapshot.types import Change, TensorDifference
 
 __all__ = ["Stager"]
@@ -100,7 +101,8 @@ class Stager:
             except OSError as error:
                 # The local disk: what was staged stays, and room may be made.
                 self._report(self._state.newest + 1, StageError("staging failed", found=error))
-        if not self._area.state.exists():
+        counted = (self._state.fetched_bytes, self._state.retries)
+        if counted != (moved_bytes(FETCHED), retries()) or not self._area.state.exists():
             self._set_state(self._state)
         return True
 
@@ -259,6 +261,7 @@ class Stager:
     def _report(self, version: int, error: DeltaSnapshotError, *, base: int | None = None) -> None:
         """Say what is wrong with a version, or with the update to it from `base`; and wait before trying it again."""
         logger.warning("cannot stage base=%s version=%d: %s", base, version, error)
+        count_retry("stage")
         retry_at = time.monotonic() + self._config.retry_interval_s
         if base is None:
             self._retry_at = retry_at
@@ -269,7 +272,7 @@ class Stager:
             self._set_state(self._state.model_copy(update={"problem": problem}))
 
     def _set_state(self, state: StagerState) -> None:
-        self._state = state
+        self._state = state = state.model_copy(update={"fetched_bytes": moved_bytes(FETCHED), "retries": retries()})
         self._area.write(self._area.state, state.to_json())
 
 

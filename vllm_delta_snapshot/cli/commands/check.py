@@ -73,6 +73,10 @@ def verify(
 @app.command(short_help="Say what is in the way of updates here.")
 def doctor(
     sync_dir: Annotated[str | None, typer.Option(metavar="SYNC_DIR", help="Also look at this run's folder.")] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Also ask this vLLM server whether it has the routes and the backend."),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Also start an engine on this model, and show how each tensor would be served.")
     ] = None,
@@ -81,11 +85,11 @@ def doctor(
     gpu_memory_utilization: Annotated[float | None, typer.Option(help="With --model: as in `vllm serve`.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find out whether updates would work here. Exits with 1 if something is in the way."""
+    """Find out whether updates would work here. Exits with 1 if something is in the way, 3 if the store is silent."""
     from vllm_delta_snapshot.cli import doctor as verb
 
     options = {"dtype": dtype, "quantization": quantization, "gpu_memory_utilization": gpu_memory_utilization}
-    verb.run(sync_dir, model, options, as_json=as_json)
+    verb.run(sync_dir, server, model, options, as_json=as_json)
 
 
 @app.command(short_help="Predict how long a version takes.")

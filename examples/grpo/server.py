@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from examples.grpo_arithmetic.settings import DemoError
+from examples.grpo import ExampleError
 from vllm_delta_snapshot.drive import ServerClient, ServerError
 
 MODEL_NAME = "policy"
@@ -36,11 +36,15 @@ class VllmServer:
     Args:
         model: the checkpoint folder that it loads.
         log: where its output goes.
+        options: further ones of vLLM's.
+        environment: further variables.
     """
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, *options: str, **environment: str) -> None:
         self.log = log
         self._model = model
+        self._options = options
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
         self._port = _free_port()
@@ -55,7 +59,7 @@ class VllmServer:
             # A session of its own: vLLM's own children can be stopped with it, whatever state they are in.
             self._process = subprocess.Popen(
                 self._command(),
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, **self._environment},
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -64,7 +68,7 @@ class VllmServer:
         except ServerError as error:
             words = self.last_words()
             self.stop()
-            raise DemoError(f"the vLLM server did not start: {error}\n{words}\nserver log: {self.log}") from error
+            raise ExampleError(f"the vLLM server did not start: {error}\n{words}\nserver log: {self.log}") from error
         except BaseException:
             self.stop()
             raise
@@ -77,7 +81,7 @@ class VllmServer:
         what = f"the vLLM server died: {error}\n{self.last_words()}" if not self.is_alive() else str(error)
         self.stop()
         if isinstance(error, ServerError):
-            raise DemoError(f"{what}\nserver log: {self.log}") from error
+            raise ExampleError(f"{what}\nserver log: {self.log}") from error
 
     def is_alive(self) -> bool:
         """Return whether the process runs."""
@@ -118,7 +122,7 @@ class VllmServer:
         # Seeded requests crash vLLM 0.32's CPU backend when a prompt is prefilled in chunks, so none is.
         flags = ["--enforce-eager", "--no-enable-chunked-prefill"]
         arguments = [text for option in options.items() for text in option]
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *arguments]
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *arguments, *self._options]
 
 
 def _free_port() -> int:

@@ -56,19 +56,23 @@ class Policy:
     """A causal language model of transformers with its optimizer.
 
     Mixed precision as trainers do it: the optimizer moves fp32 master weights, the forward pass computes with their
-    bf16 values, which are the ones that the engine serves. (The arithmetic is fp32; many CPUs are slow at bf16.)
+    bf16 values, which are the ones that the engine serves. (On a CPU the arithmetic is fp32, as many are slow at bf16.)
 
     Args:
-        model: fp32 master weights.
+        model: fp32 master weights, on any device.
         learning_rate: AdamW's; no weight decay, so that only rewards move the weights.
+        clip: how far from 1 the ratio of the policy's probability of a token to the engine's may be and still move the
+            weights, for engines that may be some versions behind. ``None`` takes rollouts for those of the present
+            policy, and uses no ratio.
     """
 
-    def __init__(self, model: nn.Module, *, learning_rate: float) -> None:
+    def __init__(self, model: nn.Module, *, learning_rate: float, clip: float | None = None) -> None:
         self.model = model
+        self._clip = clip
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, rollouts: Iterable[Rollout]) -> StepStatistics:
-        """Take one optimizer step on fresh rollouts of the present policy, ordered by question, groups of one size."""
+        """Take one optimizer step on rollouts ordered by question, in groups of one size. Blocks."""
         groups = [list(group) for _, group in groupby(rollouts, key=lambda item: item.question)]
         groups = [group for group in groups if len({item.reward for item in group}) > 1]
         tokens = sum(len(item.completion) for group in groups for item in group)
@@ -76,9 +80,10 @@ class Policy:
         self._optimizer.zero_grad(set_to_none=True)
         for batch in _batches(groups):
             logprobs, mask = completion_logprobs(self.model, batch)
-            weights = torch.cat([advantages(group) for group in batch])
-            (-(logprobs * weights[:, None] * mask).sum() / tokens).backward()
-            gap += _summed_gap(logprobs.detach(), batch)
+            weights = torch.cat([advantages(group) for group in batch]).to(mask.device)
+            sampled = engine_logprobs(batch, mask)
+            (-(objective(logprobs, sampled, weights[:, None], self._clip) * mask).sum() / tokens).backward()
+            gap += float(((logprobs.detach() - sampled).abs() * mask).sum())
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if groups:
             self._optimizer.step()
@@ -91,13 +96,37 @@ def advantages(group: Group) -> torch.Tensor:
     return ((rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-4)).float()
 
 
+def objective(logprobs: torch.Tensor, sampled: torch.Tensor, weights: torch.Tensor, clip: float | None) -> torch.Tensor:
+    """Return what is to grow, for each token: its log-probability, or its clipped ratio, times its group's advantage.
+
+    Args:
+        logprobs: the policy's, of shape (completions, tokens).
+        sampled: the engine's.
+        weights: advantages, of shape (completions, 1).
+        clip: see `Policy`.
+    """
+    if clip is None:
+        return logprobs * weights
+    ratio = (logprobs - sampled).exp()
+    return torch.minimum(ratio * weights, ratio.clamp(1 - clip, 1 + clip) * weights)
+
+
+def engine_logprobs(batch: Sequence[Group], mask: torch.Tensor) -> torch.Tensor:
+    """Return the engine's log-probabilities of the sampled tokens, 0 where `mask` is, in its shape."""
+    out = torch.zeros(mask.shape)
+    for row, item in zip(out, (item for group in batch for item in group), strict=True):
+        row[: len(item.logprobs)] = torch.tensor(item.logprobs)
+    return out.to(mask.device)
+
+
 def completion_logprobs(model: nn.Module, batch: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the served model's log-probabilities of the completions' tokens, and the mask of the real ones.
 
     Both have the shape (completions, longest completion). A group's one prompt goes through the model once, and its
     completions go on from its keys and values.
     """
-    prompts = torch.tensor([group[0].prompt for group in batch])
+    device = next(model.parameters()).device
+    prompts = torch.tensor([group[0].prompt for group in batch], device=device)
     items = [item for group in batch for item in group]
     length = max(len(item.completion) for item in items)
     targets = torch.zeros(len(items), length, dtype=torch.long)
@@ -105,7 +134,9 @@ def completion_logprobs(model: nn.Module, batch: Sequence[Group]) -> tuple[torch
     for row, item in enumerate(items):
         targets[row, : len(item.completion)] = torch.tensor(item.completion)
         mask[row, : len(item.completion)] = 1
-    served = {name: master.bfloat16().float() for name, master in model.named_parameters()}
+    targets, mask = targets.to(device), mask.to(device)
+    arithmetic = torch.float32 if device.type == "cpu" else torch.bfloat16
+    served = {name: master.bfloat16().to(arithmetic) for name, master in model.named_parameters()}
 
     def forward(**inputs: Any) -> Any:
         return functional_call(model, served, kwargs={**inputs, "use_cache": True})
@@ -115,10 +146,11 @@ def completion_logprobs(model: nn.Module, batch: Sequence[Group]) -> tuple[torch
     if length > 1:
         cache = head.past_key_values
         cache.batch_repeat_interleave(len(batch[0]))
-        present = torch.cat([torch.ones(len(items), prompts.shape[1]), mask[:, :-1]], dim=1).long()
+        seen = torch.ones(len(items), prompts.shape[1], device=device)
+        present = torch.cat([seen, mask[:, :-1]], dim=1).long()
         rest = forward(input_ids=targets[:, :-1], attention_mask=present, past_key_values=cache)
         logits = torch.cat([logits, rest.logits], dim=1)
-    return logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1), mask
+    return logits.float().log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1), mask
 
 
 def _batches(groups: Iterable[Group]) -> list[list[Group]]:
@@ -127,11 +159,3 @@ def _batches(groups: Iterable[Group]) -> list[list[Group]]:
     for group in groups:
         batches.setdefault(len(group[0].prompt), []).append(group)
     return list(batches.values())
-
-
-def _summed_gap(logprobs: torch.Tensor, batch: Sequence[Group]) -> float:
-    items = (item for group in batch for item in group)
-    return sum(
-        float((row[: len(item.logprobs)] - torch.tensor(item.logprobs)).abs().sum())
-        for row, item in zip(logprobs, items, strict=True)
-    )
