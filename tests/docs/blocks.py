@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +62,11 @@ class Block:
         return is_code and any(name in code for name in ("://bucket/", ENDPOINT))
 
 
+def follows_bucket(blocks: Sequence[Block]) -> bool:
+    """Say whether a page has a server that follows a run in a bucket."""
+    return any(block.needs_bucket and "--sync-dir s3://" in block.text for block in blocks)
+
+
 def pages() -> list[str]:
     """Return README.md and every page under docs/."""
     return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
@@ -105,12 +110,12 @@ def read_blocks(page: str, text: str) -> Iterator[Block]:
 def parameters(*, needs_engine: bool) -> list[object]:
     """Return the blocks of the pages that need an engine, or of the others, as parameters of a test.
 
-    From the first block of a page that reaches a bucket on, they need servers. Pages with buckets are the last: an
-    engine leaves there the folder that it has followed.
+    From the first block of a page that reaches a bucket on, they need servers. Pages on which a server
+    follows a bucket are the last: it leaves the folder that it has followed.
     """
     found: list[object] = []
     read = [blocks for page in pages() if (blocks := blocks_of(page))]
-    for blocks in sorted(read, key=lambda blocks: any(block.needs_bucket for block in blocks)):
+    for blocks in sorted(read, key=follows_bucket):
         if any(block.needs_engine for block in blocks) != needs_engine:
             continue
         marks: list[pytest.MarkDecorator] = []

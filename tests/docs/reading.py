@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.docs import names
-from tests.docs.blocks import ROOT, Block, blocks_of
+from tests.docs.blocks import ROOT, Block, blocks_of, follows_bucket
 from tests.docs.code import check_code, names_wanted, run_code
 from tests.docs.commands import arguments_of_server, check_cli, check_make, check_pip
 from tests.docs.data import check_data
@@ -46,6 +46,8 @@ class Reading:
     def __post_init__(self) -> None:
         self.blocks = blocks_of(self.page)
         self.desk: Desk = self.world.desk(self.page)
+        if self.world.servers and follows_bucket(self.blocks):
+            self.desk.move_servers("s3")
         paths = [str(self.world.commands), f"{sys.prefix}/bin", os.environ["PATH"]]
         self.shell = Shell(
             self.desk.here,

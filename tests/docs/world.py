@@ -20,6 +20,7 @@ from tests.support.object_stores import ObjectServer, fake_gcs, free_port, minis
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.anchor import write_anchor
 from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.drive import ServerClient
 from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
@@ -150,6 +151,11 @@ class Desk:
             self._buckets[scheme] = server.make_bucket()
             self._upload(f"{scheme}://{self._buckets[scheme]}/run-1", server.environment)
         return self._buckets[scheme]
+
+    def move_servers(self, scheme: str) -> None:
+        """Have the servers follow the run in the bucket instead of the one in the folder."""
+        for url in self.world.servers:
+            ServerClient(url).init(sync_dir=f"{scheme}://{self.bucket(scheme)}/run-1")
 
     def _upload(self, uri: str, environment: Mapping[str, str]) -> None:
         with pytest.MonkeyPatch.context() as patched:
