@@ -135,12 +135,15 @@ $(STAMPS)/engine: requirements/engine-cpu.txt $(STAMPS)/base
 	$(PIP) install -q --no-deps -r requirements/engine-cpu.txt
 	@touch $@
 
+# DeepSpeed comes as source, and is told to compile nothing and to look for no GPU.
+WITHOUT_CUDA := DS_BUILD_OPS=0 DS_ACCELERATOR=cpu
+
 $(STAMPS)/adapters: requirements/adapters.txt $(STAMPS)/base
-	$(PIP) install -q --no-deps -r requirements/adapters.txt
+	$(WITHOUT_CUDA) $(PIP) install -q --no-deps -r requirements/adapters.txt
 	@touch $@
 
 $(STAMPS)/skyrl: requirements/skyrl.txt requirements/adapters.txt requirements/engine-cpu.txt $(STAMPS)/torch
-	$(PIP) install -q --no-deps -r requirements/engine-cpu.txt -r requirements/adapters.txt -r requirements/skyrl.txt
+	$(WITHOUT_CUDA) $(PIP) install -q --no-deps -r requirements/engine-cpu.txt -r requirements/adapters.txt -r requirements/skyrl.txt
 	$(PIP) install -q --no-deps -e .
 	@touch $@
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +62,20 @@ def train(rank: int, work: Path) -> dict[str, Any]:
         state = full()
         if rank == 0:
             save_file(state, work / f"expected-{number}.safetensors")
-    return {"changed": versions, "elements": publisher._baseline.elements}
+    return {"changed": versions, "elements": publisher._published.baseline.elements}
 
 
 def main(work: Path) -> list[Any]:
     os.environ |= {"DS_ACCELERATOR": "cpu", "DELTA_SNAPSHOT_KERNEL": "0"}
     torch.set_num_threads(1)
+    # DeepSpeed imports an optimizer, not used here, which is compiled: ten seconds of a process's time.
+    torch.compile = lambda function=None, **_: function or (lambda it: it)
+    import deepspeed  # once, not in every process
+
+    import_module("torch._dynamo")  # the same: the first optimizer imports it
+    # What it could compile here. None of it is to be: torch's own gloo does what its operator for CPUs would, and the
+    # test needs no compiler.
+    deepspeed.ops.__compatible_ops__ = {}
     children = []
     for rank in range(SIZE):
         child = os.fork()
@@ -74,6 +84,8 @@ def main(work: Path) -> list[Any]:
             try:
                 (work / f"rank-{rank}.json").write_text(json.dumps(train(rank, work)))
                 code = 0
+            except BaseException:  # noqa: BLE001
+                traceback.print_exc()
             finally:
                 sys.stderr.flush()
                 os._exit(code)

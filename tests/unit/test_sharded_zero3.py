@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3: real processes train and publish; runs where DeepSpeed is installed."""
+"""DeepSpeed ZeRO-3: real processes train and publish. Skipped where DeepSpeed is not installed, as in `make test-fast`."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (docs/trainers.md says what was run)")
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (requirements/adapters.txt)")
 pytestmark = pytest.mark.slow  # processes of several ranks
 
 
