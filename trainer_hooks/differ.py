@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -14,12 +13,13 @@ import torch
 from trainer_hooks.baseline import Baseline
 from trainer_hooks.device_diff import DeviceDiff, Marks
 from trainer_hooks.diff import PIECE_ELEMENTS, Piece, TensorDiff, difference, join_pieces, pieces
+from trainer_hooks.fit import check_names
 from trainer_hooks.source import ParameterSource
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.ordered import ordered_map
 from vllm_delta_snapshot.types import TensorSpec
 
-__all__ = ["Differ", "Fingerprints", "check_names", "diff_pieces"]
+__all__ = ["Differ", "Fingerprints", "diff_pieces"]
 
 Fingerprints = dict[tuple[str, ...], Hashable]
 """By the names of a source item, its fingerprint when it was last published."""
@@ -148,23 +148,3 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             batch, elements = [], 0
     if batch:
         yield batch
-
-
-def check_names(seen: Iterable[str], specs: Mapping[str, TensorSpec], base_model: str) -> None:
-    """Check that a pass had every tensor of the base checkpoint, once.
-
-    Raises:
-        SourceError: it had not; names the tensors.
-    """
-    counts = Counter(seen)
-    problems = [f"{name} is missing" for name in specs if name not in counts]
-    problems += [f"{name} is not in the base checkpoint" for name in counts if name not in specs]
-    problems += [f"{name} comes {count} times" for name, count in counts.items() if count > 1]
-    if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise SourceError(
-            "the tensors are not those of the base checkpoint",
-            file=base_model,
-            found="; ".join(problems[:8]) + more,
-            hint="Publish by checkpoint names: every tensor of the base, each once.",
-        )

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from trainer_hooks.base_publisher import BasePublisher, Conduct, WhenBusy
 from trainer_hooks.device_diff import DeviceDiff, DiffOn
-from trainer_hooks.differ import check_names
+from trainer_hooks.fit import check_fit
 from trainer_hooks.kernel import load_kernel
+from trainer_hooks.names import Names
 from trainer_hooks.observers import PublishObserver
 from trainer_hooks.publication import Fleet, Publication, PublishReport, R, notes_of
 from trainer_hooks.published import Head, Published
@@ -48,6 +49,8 @@ class DeltaPublisher(BasePublisher):
             one, or a `ParameterSource`.
         sync_dir: the run's folder: ``/path``, ``s3://bucket/prefix`` or ``gs://bucket/prefix``.
         base: the checkpoint that trainer and engines start from, a local folder with safetensors files.
+        names: checkpoint names of a module's parameters, where they are not those that transformers would give: a
+            mapping from parameter names, or a function (`trainer_hooks.names.Names`, docs/trainers.md).
         encoding: how changes are written: ``auto`` (the smallest for each tensor), ``absolute`` (the smallest that
             needs no old values), or the name of one encoding, which is forced; ``raw`` is what OpenRL reads. By default
             that which the run was started with, and ``auto`` for a new run.
@@ -90,6 +93,7 @@ class DeltaPublisher(BasePublisher):
         *,
         sync_dir: str,
         base: str | Path,
+        names: Names | None = None,
         encoding: str | None = None,
         asynchronous: bool = True,
         when_busy: WhenBusy = "wait",
@@ -105,13 +109,12 @@ class DeltaPublisher(BasePublisher):
     ) -> None:
         conduct = Conduct(asynchronous, when_busy, drain_timeout_s)
         self._device_diff = DeviceDiff(diff_on)
-        self._source = source_of(model_or_source)
+        self._source = source_of(model_or_source, names)
         store = open_store(str(sync_dir), single_writer=single_writer)
         super().__init__(store, conduct, SideUpkeep.of(upkeep, str(sync_dir), str(base), single_writer=single_writer))
         self._base_model = str(base)
         checkpoint = Checkpoint(base)
-        names = [name for item in self._source.items(checkpoint.specs) for name in item.names]
-        check_names(names, checkpoint.specs, self._base_model)
+        check_fit(self._source.items(checkpoint.specs), checkpoint.specs, self._base_model)
         if resume_from is not None:
             self.load_state_dict(resume_from)
         state = open_run(RunFolder(self._store), checkpoint, encoding, self._device_diff.host_memory())

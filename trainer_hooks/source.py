@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from trainer_hooks.names import CheckpointNames
+from trainer_hooks.names import CheckpointNames, Form, Names
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.types import TensorSpec
 
@@ -34,11 +34,14 @@ class SourceItem:
         names: the checkpoint names that `load` yields.
         load: returns the pairs of checkpoint name and full tensor; called at most once a publication.
         fingerprint: equal fingerprints promise equal values; ``None`` makes no promise.
+        forms: shape and dtype of each, where they are known before `load`; else empty. Checked before the first
+            publication.
     """
 
     names: tuple[str, ...]
     load: Callable[[], Pairs]
     fingerprint: Hashable | None = None
+    forms: tuple[Form, ...] = ()
 
 
 @runtime_checkable
@@ -67,15 +70,17 @@ class ModuleSource:
 
     Args:
         module: the model; wrappers of `torch.compile` and DDP are looked through. With DDP, publish from one rank.
+        names: checkpoint names of parameters, where they are not those that transformers would give: a mapping, or a
+            function (`trainer_hooks.names.Names`).
 
     Raises:
-        SourceError: the module is wrapped in FSDP.
+        SourceError: the module is wrapped in FSDP, or names are given for parameters that it has not.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, names: Names | None = None) -> None:
         self._module = unwrap(module)
         _refuse_fsdp1(self._module)
-        self._names = CheckpointNames(self._module)
+        self._names = CheckpointNames(self._module, names)
 
     def items(self, specs: Mapping[str, TensorSpec]) -> Iterator[SourceItem]:
         """See `ParameterSource.items`.
@@ -84,15 +89,19 @@ class ModuleSource:
             SourceError: a parameter is sharded or has no data, or is none of the base checkpoint's.
         """
         published: dict[tuple[int, torch.Size], str] = {}
+        yielded: set[str] = set()
         strangers: list[tuple[str, tuple[int, torch.Size]]] = []
         for name, tensor in self._module.state_dict(keep_vars=True).items():
             refuse_unreadable(name, tensor)
             names = self._names.of(name, tensor)
             identity = (tensor.data_ptr(), tensor.shape)
-            known = [key for key in names if key in specs]
-            if len(known) == len(names):
+            if not names:  # not in the checkpoint, says the user
                 published[identity] = name
-                yield SourceItem(tuple(names), self._loader(name, tensor), _fingerprint(tensor))
+            elif all(key in specs for key in names):
+                published[identity] = name
+                yielded.update(names)
+                forms = self._names.forms(name, tensor)
+                yield SourceItem(names, self._loader(name, tensor), _fingerprint(tensor), forms)
             else:
                 strangers += [(key, identity) for key in names if key not in specs]
         unknown = [key for key, identity in strangers if identity not in published]
@@ -100,8 +109,8 @@ class ModuleSource:
             raise SourceError(
                 "the model has tensors that the base checkpoint has not",
                 tensor=", ".join(unknown[:5]),
-                found=f"{len(unknown)} such tensors",
-                hint="Give the checkpoint that the model was made from as base.",
+                found=f"{len(unknown)} such tensors{_missing(specs, yielded)}",
+                hint="Give the checkpoint that the model was made from as base, or names that lead to it.",
             )
 
     def _loader(self, name: str, tensor: torch.Tensor) -> Callable[[], Pairs]:
@@ -140,14 +149,19 @@ class IterableSource:
             yield SourceItem((name,), _constant(name, tensor))
 
 
-def source_of(model_or_source: object) -> ParameterSource:
+def source_of(model_or_source: object, names: Names | None = None) -> ParameterSource:
     """Turn what the user gave into a source.
 
+    Args:
+        model_or_source: see `trainer_hooks.DeltaPublisher`.
+        names: see `ModuleSource`.
+
     Raises:
-        SourceError: it is none of the kinds that are understood.
+        SourceError: it is none of the kinds that are understood, or names were given for something else than a module.
     """
     if isinstance(model_or_source, nn.Module):
-        return ModuleSource(model_or_source)
+        return ModuleSource(model_or_source, names)
+    refuse_names(model_or_source, names)
     if isinstance(model_or_source, Mapping) or callable(model_or_source):
         return IterableSource(model_or_source)
     if isinstance(model_or_source, ParameterSource):
@@ -161,6 +175,20 @@ def source_of(model_or_source: object) -> ParameterSource:
     )
 
 
+def refuse_names(model_or_source: object, names: Names | None) -> None:
+    """Refuse names that nobody would use.
+
+    Raises:
+        SourceError: there are some.
+    """
+    if names is not None:
+        raise SourceError(
+            "names can be given for a module only",
+            found=type(model_or_source).__name__,
+            hint="Have the source yield checkpoint names.",
+        )
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the model inside the wrappers that only prefix its names."""
     while True:
@@ -170,6 +198,11 @@ def unwrap(module: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return module
         module = inner
+
+
+def _missing(specs: Mapping[str, TensorSpec], yielded: set[str]) -> str:
+    missing = [name for name in specs if name not in yielded]
+    return f"; and {len(missing)} of the base's are missing: {', '.join(missing[:5])}" if missing else ""
 
 
 def _constant(name: str, tensor: torch.Tensor) -> Callable[[], Pairs]:

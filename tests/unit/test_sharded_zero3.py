@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3: real processes train and publish. Skipped where DeepSpeed is not installed, as in `make test-fast`."""
+"""DeepSpeed ZeRO-3: real processes train and publish. Skipped without DeepSpeed, as in `make test-fast`."""
 
 import json
 import subprocess

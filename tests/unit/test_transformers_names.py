@@ -10,13 +10,27 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 from tests.support.checkpoints import write_checkpoint
 from tests.support.runs import State, assert_same_state, replay
 from tests.support.tensors import bits_of
-from trainer_hooks import DeltaPublisher, ModuleSource
+from trainer_hooks import DeltaPublisher, ModuleSource, ShardedPublisher
 from trainer_hooks.names import CheckpointNames
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import SourceError
@@ -31,6 +45,47 @@ SIZES = {
     "head_dim": 8,
     "max_position_embeddings": 32,
 }
+
+
+ONE_LAYER = {name: size for name, size in SIZES.items() if name != "head_dim"} | {"num_hidden_layers": 1}
+SEEING = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 14}
+
+
+def gemma3_vlm() -> PreTrainedModel:
+    text = ONE_LAYER | {"head_dim": 8, "sliding_window": 8, "layer_types": ["full_attention"]}
+    vision = SEEING | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, tie_word_embeddings=True)
+    )
+
+
+def qwen2_5_vlm() -> PreTrainedModel:
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    text = ONE_LAYER | ids | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    vision = SEEING | {"depth": 1, "num_heads": 2, "out_hidden_size": 16}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def mixtral() -> PreTrainedModel:
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+    return MixtralForCausalLM(MixtralConfig(**ONE_LAYER, **experts))
+
+
+def gemma4() -> PreTrainedModel:
+    heads = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 8, "layer_types": ["full_attention"]}
+    inputs = {"vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+    return Gemma4ForCausalLM(Gemma4TextConfig(**ONE_LAYER, **heads, **inputs))
+
+
+KINDS = {
+    "prefixes and a tied head": (gemma3_vlm, "language_model.model.embed_tokens.weight"),
+    "a prefix": (qwen2_5_vlm, "model.embed_tokens.weight"),
+    "experts, renamed": (mixtral, "model.layers.0.block_sparse_moe.experts.2.w3.weight"),
+    "experts": (lambda: moe_model(), "model.layers.1.mlp.experts.3.gate_proj.weight"),
+    "buffers and a tied head": (gemma4, "model.layers.0.layer_scalar"),
+}
+"""By what differs between model and checkpoint: the model, and one of its checkpoint names."""
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +178,27 @@ def test_master_weights_in_fp32_are_published_as_a_bf16_save_would_be(
     DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base, asynchronous=False).publish()
     expected = saved_state(model.to(torch.bfloat16), tmp_path / "saved")
     assert_same_state(replay(tmp_path / "run", base, tmp_path)[-1], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_publishers_write_what_save_pretrained_writes(kind: str, tmp_path: Path):
+    make, name = KINDS[kind]
+    torch.manual_seed(0)
+    model = make().to(torch.bfloat16)
+    base = saved(model, tmp_path / "base")
+    publishers = [
+        publisher(model, sync_dir=str(tmp_path / publisher.__name__), base=base, asynchronous=False, threads=1)
+        for publisher in (DeltaPublisher, ShardedPublisher)
+    ]
+    with torch.no_grad():
+        for number, tensor in enumerate({id(t): t for t in model.state_dict().values()}.values()):
+            if tensor.is_floating_point():
+                tensor.view(-1)[number % 3 % tensor.numel() :: 5] += 0.5
+    expected = saved_state(model, tmp_path / "saved")
+    assert name in expected
+    for publisher in publishers:
+        assert publisher.publish().report.changed_tensors == len(expected)
+        assert_same_state(replay(tmp_path / type(publisher).__name__, base, tmp_path)[-1], expected)
 
 
 def test_tied_model_is_published_once(tmp_path: Path):

@@ -7,13 +7,16 @@ parameter's flat range to checkpoint names, so a shard's positions follow withou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterator, Mapping
 
 from torch import nn
 
+from trainer_hooks.fit import misfit_of
+from trainer_hooks.names import Given, Names
 from trainer_hooks.sharded.places import Held, Place, fsdp1_places, place_of, reshard
 from trainer_hooks.sharded.plan import NamePlan, Range, clean_name
-from trainer_hooks.sharded.source import Segment, Shard, ShardPlan, ShardRead, misfit_of
+from trainer_hooks.sharded.source import Segment, Shard, ShardPlan, ShardRead
 from trainer_hooks.source import unwrap
 from vllm_delta_snapshot.types import TensorSpec
 
@@ -28,24 +31,31 @@ class ShardedModuleSource:
 
     Args:
         module: the model, as it is trained.
+        names: see `trainer_hooks.ModuleSource`; of parameters without what wrappers put into their names. A function is
+            asked about stand-ins without weights, and has to return ranges of consecutive elements of them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, names: Names | None = None) -> None:
         self._module = unwrap(module)
+        self._given = Given(names)
         self._places: list[Place] = []
 
     def plan(self, specs: Mapping[str, TensorSpec]) -> ShardPlan:
         """See `ShardSource.plan`."""
         reshard(self._module)
-        names = NamePlan(_inside(self._module))
+        names = NamePlan(_inside(self._module), self._given)
         flat = fsdp1_places(self._module)
         self._places = []
         shards: list[Shard] = []
         published: dict[Hashable, str] = {}
         strangers: list[tuple[str, Hashable]] = []
         known: set[str] = set()
-        misfits: list[str] = []
-        for held in _held_by(self._module):
+        here = list(_held_by(self._module))
+        misfits = [
+            f"a name is given for {name}, which the model has not"
+            for name in self._given.unknown(held.name for held in here)
+        ]
+        for held in here:
             place = place_of(held, flat)
             ranges = names.of(held.name, place.shape)
             unknown = [item.name for item in ranges if item.name not in specs]
@@ -84,14 +94,15 @@ def _held_by(root: nn.Module) -> Iterator[Held]:
 
 def _shard(name: str, place: Place, ranges: tuple[Range, ...]) -> Shard | None:
     runs = place.runs()
-    if not runs.size:
+    if not ranges or not runs.size:
         return None
     segments = []
     for item in ranges:
         cut = runs.cut(item.start, item.stop)
         if cut.runs.size:
             segments.append(Segment(item.name, cut.first, cut.runs))
-    return Shard(name, max(item.stop for item in ranges), runs, tuple(segments))
+    # Also without segments, if a rank has only what is not in the checkpoint: it counts for the whole.
+    return Shard(name, math.prod(place.shape), runs, tuple(segments))
 
 
 def _inside(module: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ transformers' ``revert_weight_conversion`` needs whole tensors, which no rank ha
 one without memory (meta), whose outputs tell names and shapes, and by their strides the place where they are views;
 where they are copies (fused experts are cut so), one whose elements are their own positions, in digits of 16 bits, once
 for all layers alike. What is not a range of consecutive elements, unchanged, is refused: a transposed or rescaled
-tensor cannot be published by slices.
+tensor cannot be published by slices. What the user says of names is asked in the same way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer_hooks.names import Revert, revert_of
+from trainer_hooks.names import Given, Revert, revert_of
 from vllm_delta_snapshot.errors import SourceError
 
 __all__ = ["NamePlan", "Range", "clean_name"]
@@ -57,15 +57,17 @@ class NamePlan:
 
     Args:
         module: the model, unwrapped; perhaps sharded. Its weights are not read.
+        given: what the user says of its names.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, given: Given) -> None:
         self._module = module
+        self._given = given
         self._revert: Revert | None = revert_of(module)
         self._probed: dict[object, list[int]] = {}
 
     def of(self, name: str, shape: torch.Size) -> tuple[Range, ...]:
-        """Return what a parameter becomes in the checkpoint.
+        """Return what a parameter becomes in the checkpoint; nothing if the user says that it is not there.
 
         Args:
             name: its clean name.
@@ -74,33 +76,37 @@ class NamePlan:
         Raises:
             SourceError: it does not become ranges of consecutive elements.
         """
-        if self._revert is None:
-            return (Range(name, tuple(shape), 0),)
         # Of the type of the digits: what an output's type differs in, was converted.
         stand_in = torch.empty(shape, dtype=torch.int16, device="meta")
-        outputs = self._converted(name, stand_in)
+        given = self._given.of(name, stand_in)
+        if given is None and self._revert is None:
+            return (Range(name, tuple(shape), 0),)
+        outputs = self._reverted(name, stand_in) if given is None else given
         starts = [_view_start(stand_in, output) for output in outputs.values()]
         if any(start is None for start in starts):
-            starts = list(self._starts_of_copies(name, shape, outputs))
+            # Two layers that look alike are converted alike by transformers; of the user nothing is assumed.
+            find = self._starts_of_alike if given is None else self._probe
+            starts = list(find(name, shape, outputs))
         ranges = [
             Range(key, tuple(output.shape), start)
             for (key, output), start in zip(outputs.items(), starts, strict=True)
             if start is not None
         ]
-        _check_cover(name, shape, ranges)
+        if given is None:
+            _check_cover(name, shape, ranges)
         return tuple(ranges)
 
-    def _starts_of_copies(self, name: str, shape: torch.Size, outputs: Mapping[str, torch.Tensor]) -> list[int]:
+    def _starts_of_alike(self, name: str, shape: torch.Size, outputs: Mapping[str, torch.Tensor]) -> list[int]:
         alike = (
             _NUMBER.sub("*", name),
             tuple(shape),
             tuple((_NUMBER.sub("*", key), tuple(output.shape)) for key, output in outputs.items()),
         )
         if alike not in self._probed:
-            self._probed[alike] = self._probe(name, shape, tuple(outputs))
+            self._probed[alike] = self._probe(name, shape, outputs)
         return self._probed[alike]
 
-    def _probe(self, name: str, shape: torch.Size, names: tuple[str, ...]) -> list[int]:
+    def _probe(self, name: str, shape: torch.Size, names: Iterable[str]) -> list[int]:
         """Find where outputs lie by elements that are positions; twice the memory of the parameter in bf16."""
         numel = math.prod(shape)
         shifts = range(0, max(1, numel.bit_length()), _DIGIT)
@@ -108,15 +114,18 @@ class NamePlan:
         for shift in shifts:
             for key, first in self._outputs(name, shape, shift).items():
                 starts[key] |= (int(first.flatten()[0]) & 0xFFFF) << shift if first.numel() else 0
-        for shift in shifts:
-            for key, output in self._outputs(name, shape, shift).items():
-                _check_digits(name, key, output, starts[key], shift)
+        # The lowest digit once more with all bits flipped: what was added to it, shows.
+        for shift, mask in [(0, 0xFFFF), *((shift, 0) for shift in shifts)]:
+            for key, output in self._outputs(name, shape, shift, mask).items():
+                _check_digits(name, key, output, starts[key], shift, mask)
         return list(starts.values())
 
-    def _outputs(self, name: str, shape: torch.Size, shift: int) -> Mapping[str, torch.Tensor]:
-        return self._converted(name, _digits(math.prod(shape), shift).view(shape))
+    def _outputs(self, name: str, shape: torch.Size, shift: int, mask: int = 0) -> Mapping[str, torch.Tensor]:
+        digits = _digits(math.prod(shape), shift, mask).view(shape)
+        given = self._given.of(name, digits)
+        return self._reverted(name, digits) if given is None else given
 
-    def _converted(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def _reverted(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
         assert self._revert is not None  # noqa: S101 - asked of models that have one
         with torch.no_grad(), _own_classes(self._module):
             try:
@@ -157,22 +166,22 @@ def _view_start(whole: torch.Tensor, part: torch.Tensor) -> int | None:
     return int(part.storage_offset()) if same and part.dtype == whole.dtype and part.is_contiguous() else None
 
 
-def _digits(numel: int, shift: int) -> torch.Tensor:
-    """Return 16 bits of each of the numbers 0, 1, 2, ..."""
+def _digits(numel: int, shift: int, mask: int) -> torch.Tensor:
+    """Return 16 bits of each of the numbers 0, 1, 2, ..., some of them flipped."""
     digits = np.empty(numel, np.uint16)
     for start in range(0, numel, _CHUNK):
         numbers = np.arange(start, min(numel, start + _CHUNK), dtype=np.int64)
-        digits[start : start + _CHUNK] = (numbers >> shift).astype(np.uint16)
+        digits[start : start + _CHUNK] = ((numbers >> shift) ^ mask).astype(np.uint16)
     return torch.from_numpy(digits.view(np.int16))
 
 
-def _check_digits(name: str, key: str, output: torch.Tensor, start: int, shift: int) -> None:
+def _check_digits(name: str, key: str, output: torch.Tensor, start: int, shift: int, mask: int) -> None:
     is_same = output.dtype == torch.int16
     flat = output.reshape(-1)
     for first in range(0, flat.numel() if is_same else 0, _CHUNK):
         found = flat[first : first + _CHUNK].numpy().view(np.uint16)
         numbers = np.arange(start + first, start + first + found.size, dtype=np.int64)
-        is_same = is_same and bool(np.array_equal(found, (numbers >> shift).astype(np.uint16)))
+        is_same = is_same and bool(np.array_equal(found, ((numbers >> shift) ^ mask).astype(np.uint16)))
     if not is_same:
         raise _not_a_range(name, f"{key} holds its elements converted or in another order")
 

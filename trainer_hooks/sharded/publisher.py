@@ -21,6 +21,7 @@ from torch import nn
 from trainer_hooks.base_publisher import BasePublisher, Conduct, WhenBusy
 from trainer_hooks.device_diff import DeviceDiff, DiffOn
 from trainer_hooks.kernel import load_kernel
+from trainer_hooks.names import Names
 from trainer_hooks.observers import PublishObserver
 from trainer_hooks.publication import Fleet, Publication, R, notes_of
 from trainer_hooks.published import Head
@@ -31,6 +32,7 @@ from trainer_hooks.sharded.published import ShardPublished
 from trainer_hooks.sharded.ranks import JSON, Ranks
 from trainer_hooks.sharded.shard_writing import Place, ShardWriting
 from trainer_hooks.sharded.source import PartialSource, ShardSource
+from trainer_hooks.source import refuse_names
 from trainer_hooks.upkeep import SideUpkeep
 from trainer_hooks.writing import WritingRules, default_buffer_bytes
 from vllm_delta_snapshot.checkpoint import Checkpoint
@@ -60,6 +62,8 @@ class ShardedPublisher(BasePublisher):
         sync_dir: the run's folder, that all ranks reach: ``/path``, ``s3://bucket/prefix`` or ``gs://bucket/prefix``.
         base: the checkpoint that trainer and engines start from, a folder with safetensors files that all ranks reach.
             Every rank reads its own part of it.
+        names: see `DeltaPublisher`; the same on all ranks. A function is asked about stand-ins without weights, and has
+            to return ranges of consecutive elements of them.
         encoding: see `DeltaPublisher`. OpenRL cannot read what several ranks write, whatever the encoding.
         group: the ranks that hold the model together; by default all.
         asynchronous: see `DeltaPublisher`.
@@ -91,6 +95,7 @@ class ShardedPublisher(BasePublisher):
         *,
         sync_dir: str,
         base: str | Path,
+        names: Names | None = None,
         encoding: str | None = None,
         group: dist.ProcessGroup | None = None,
         asynchronous: bool = True,
@@ -115,7 +120,7 @@ class ShardedPublisher(BasePublisher):
         self._untold: BaseException | None = None
 
         def prepare() -> Store:
-            self._source = shard_source_of(model_or_source)
+            self._source = shard_source_of(model_or_source, names)
             self._base = Checkpoint(base)
             if (kernel := load_kernel()) is not None:
                 kernel.warm_up(self._base.specs.values())
@@ -273,14 +278,19 @@ class ShardedPublisher(BasePublisher):
 _AGAIN = "The next publication carries its changes."
 
 
-def shard_source_of(model_or_source: object) -> ShardSource:
+def shard_source_of(model_or_source: object, names: Names | None = None) -> ShardSource:
     """Turn what the user gave into a source of shards.
 
+    Args:
+        model_or_source: see `ShardedPublisher`.
+        names: see there.
+
     Raises:
-        SourceError: it is none of the kinds that are understood.
+        SourceError: it is none of the kinds that are understood, or names were given for something else than a module.
     """
     if isinstance(model_or_source, nn.Module):
-        return ShardedModuleSource(model_or_source)
+        return ShardedModuleSource(model_or_source, names)
+    refuse_names(model_or_source, names)
     if isinstance(model_or_source, ShardSource):
         return model_or_source
     if callable(model_or_source):

@@ -14,13 +14,13 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from trainer_hooks.diff import check_dtype
+from trainer_hooks.fit import misfit_of
 from trainer_hooks.sharded.runs import Runs
 from trainer_hooks.source import refuse_unreadable
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.types import TensorSpec
 
-__all__ = ["PartialSource", "PartialTensor", "Segment", "Shard", "ShardPlan", "ShardRead", "ShardSource", "misfit_of"]
+__all__ = ["PartialSource", "PartialTensor", "Segment", "Shard", "ShardPlan", "ShardRead", "ShardSource"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,23 +189,6 @@ class PartialSource:
     def _pass(self) -> Iterator[PartialTensor]:
         for item in self._partials():
             yield item if isinstance(item, PartialTensor) else PartialTensor(*item)
-
-
-def misfit_of(spec: TensorSpec, shape: tuple[int, ...] | None, dtype: torch.dtype) -> str | None:
-    """Return how a trainer's tensor does not fit the checkpoint's, or ``None``.
-
-    Args:
-        spec: the checkpoint's.
-        shape: the trainer's full shape; ``None`` if it is known to fit.
-        dtype: the trainer's dtype.
-    """
-    if shape is not None and tuple(shape) != spec.shape:
-        return f"{spec.name} is {spec} in the base checkpoint, but has the shape {list(shape)} here"
-    try:
-        check_dtype(spec, dtype)
-    except SourceError:
-        return f"{spec.name} is {spec} in the base checkpoint, and {dtype} cannot be rounded to that"
-    return None
 
 
 def _constant(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
