@@ -34,12 +34,12 @@ demo: $(STAMPS)/engine $(STAMPS)/demo  ## Train a real model while a real vLLM e
 
 test: $(STAMPS)/engine $(STAMPS)/adapters  ## All tests, on real vLLM engines and object stores (about 24 minutes on 2 cores)
 	@failed=0; set -x; \
-	$(BIN)/python -m pytest tests --ignore=tests/vllm -n $(WORKERS) --dist loadfile || failed=1; \
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/vllm -n $(WORKERS) --dist loadfile || failed=1; \
+	$(BIN)/python -m pytest tests --ignore=tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder || failed=1; \
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder || failed=1; \
 	exit $$failed
 
 test-fast: $(STAMPS)/base  ## The tests that need no vLLM, no servers and no killed processes (about 4 minutes on 2 cores)
-	$(BIN)/python -m pytest tests --ignore=tests/vllm -m "not servers and not slow" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest tests --ignore=tests/vllm -m "not servers and not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION=0.31.0 (makes a .venv-vllm-... of its own)
 	$(MAKE) VENV=$(OTHER) $(OTHER)/.stamps/vllm-$(VERSION) $(OTHER)/.stamps/adapters

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -27,8 +28,14 @@ from tests.support.shard_faults import DEATHS, FAULTS, fault, resumed
 from tests.support.shard_memory import measured
 from tests.support.shards import CASES, Story, experts, served
 from trainer_hooks import ShardedPublisher
+from vllm_delta_snapshot.anchor import write_anchor
+from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.retention import RetentionPolicy, plan_pruning, prune
+from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.store.posix import PosixStore
 
 EXPERTS = "experts"
+ANCHORED = "an anchor and one delta"
 BEHIND = ("fsdp2", "fsdp1", "partials", "hsdp")
 """Cases that are published behind the step. What goes over groups is counted in the thread that steps."""
 
@@ -148,11 +155,21 @@ def faults(work: Path) -> dict[str, Any]:
             seen[name] = ranks(3, _group(work), lambda _, p=play_fault, of=(into[name], rank, arm): p(*of))
         played[way] = seen
         folders |= {f"{name} {way}": folder for name, folder in into.items() if name != "another trainer"}
+    folders[ANCHORED] = anchored(folders["an upload that fails behind"], work / ANCHORED.replace(" ", "-"))
     [after, _] = ranks(2, _group(work), lambda _: {name: resumed(folder, 4) for name, folder in folders.items()})
     scenes = {name: work / name.replace(" ", "-") for name in SCENES}
     of_ranks = ranks(3, _group(work), lambda _: {name: scene(scenes[name]) for name, scene in SCENES.items()})
     ends = {how: ranks(2, _group(work), lambda _, how=how: ended(work / f"ended-{how}", how)) for how in ENDS}
     return {"seen": played, "resumed": after, "scenes": of_ranks, "ends": ends}
+
+
+def anchored(folder: Path, copy: Path) -> Path:
+    """Copy a run, and leave only its newest version's delta and an anchor from which it starts."""
+    shutil.copytree(folder, copy)
+    run = RunFolder(PosixStore(copy / "run"))
+    write_anchor(run, Checkpoint(copy / "base"), max(run.versions()) - 1)
+    prune(run, plan_pruning(run, RetentionPolicy(keep_versions=1, keep_anchors=1)))
+    return copy
 
 
 def _group(work: Path) -> Path:
@@ -163,4 +180,4 @@ def _group(work: Path) -> Path:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(Path(sys.argv[1]))))
+    sys.stdout.write("\n" + json.dumps(main(Path(sys.argv[1]))))

@@ -192,7 +192,7 @@ def test_verify_of_a_chain_with_a_gap_says_which_is_missing(form: tuple[str, ...
 
 def test_verify_of_a_run_takes_no_base(ours: TinyRun):
     assert "a run is verified without it" in Outcome("verify", ours.sync_dir, "--base", ours.base).usage
-    assert "--base goes with deltas" in Outcome("verify", "--server", "http://h:1", "--base", ours.base).usage
+    assert "--server goes without --base" in Outcome("verify", "--server", "http://h:1", "--base", ours.base).usage
 
 
 # --- materialize

@@ -17,7 +17,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.shard_behind import ENDS
 from tests.support.shard_faults import DEATHS, FAULTS, Rows
 from tests.support.shard_memory import SHARD_BYTES
-from tests.support.shard_ranks import EXPERTS
+from tests.support.shard_ranks import ANCHORED, EXPERTS
 from tests.support.shards import CASES, Story
 from tests.support.tensors import bits_of
 from trainer_hooks import DeltaPublisher
@@ -61,7 +61,7 @@ def played(ram_root: Path) -> Played:
     work.mkdir()
     command = [sys.executable, "-m", "tests.support.shard_ranks", str(work)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return Played(work, json.loads(done.stdout))
+    return Played(work, json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -179,6 +179,16 @@ def test_fewer_processes_continue_the_run_exactly(played: Played, name: str, way
     assert run.versions() == list(range(1, after["version"] + 1))
     materialize(run, base, after["version"], tmp_path / "out")
     assert Checkpoint(tmp_path / "out").state_digest == after["digest"] == digest_after(4, tmp_path)
+
+
+def test_fewer_processes_continue_from_an_anchor_when_the_deltas_before_it_are_gone(played: Played, tmp_path: Path):
+    after = played.seen["faults"]["resumed"][ANCHORED]
+    run = played.run(ANCHORED)
+    newest = max(run.versions())
+    assert (after["found"], after["version"]) == (newest - 1, newest)
+    assert not list((played.folder(ANCHORED) / "run" / "deltas").glob("00000001-*")), "what the anchor has is gone"
+    assert run.shortcuts().anchors == (newest - 2,)
+    assert after["digest"] == run.read_version(newest).state_digest == digest_after(4, tmp_path)
 
 
 def test_a_call_is_skipped_on_all_ranks_or_on_none_and_the_end_publishes_what_it_left(played: Played, tmp_path: Path):

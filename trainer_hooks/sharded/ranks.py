@@ -35,6 +35,9 @@ T = TypeVar("T")
 _LAST_WORDS: Final[list[object]] = []
 """What ranks that left have said: to let go of it before it is heard would take it back."""
 
+_GONE: Final = (RuntimeError, ValueError)
+"""What torch raises where the other end is gone, or the process group was destroyed."""
+
 _HINT: Final = "Start the trainer again; it continues the run."
 
 
@@ -141,7 +144,7 @@ class Ranks:
         said = {"error": RankFailed(why, hint=_HINT).to_fields(), "is_gone": True, "is_interrupted": True}
         message = _failure([0], said, is_lost=True) if self.rank == 0 else said
         for rank in range(1, self.size) if self.rank == 0 else (0,):
-            with contextlib.suppress(RuntimeError):  # who is gone need not hear it
+            with contextlib.suppress(*_GONE):  # who is gone need not hear it
                 self._send(rank, message, is_awaited=False)
         _LAST_WORDS.extend(self._unheard)
 
@@ -174,7 +177,7 @@ class Ranks:
             if self._lost is not None:
                 return None
             answer = self._receive(0)
-        except RuntimeError as gone:
+        except _GONE as gone:
             self._lost = "rank 0 is gone"
             raise RankFailed(self._lost, hint=_HINT) from gone
         self._unheard.clear()
@@ -211,7 +214,7 @@ class Ranks:
         for rank in range(1, self.size):
             try:
                 message = self._receive(rank)
-            except RuntimeError as gone:
+            except _GONE as gone:
                 logger.debug("lost rank %d: %s", rank, gone)
                 message = self._silence(rank, "is gone")
             said.put(message)
@@ -225,7 +228,7 @@ class Ranks:
             try:
                 # Who says nothing may not listen either; if it was only slow, it will be told.
                 self._send(rank, answers[rank], is_awaited=rank not in self._deaf)
-            except RuntimeError as gone:
+            except _GONE as gone:
                 # What was decided stands; that this one is gone is for the next round to say.
                 logger.warning("rank %d is gone: %s", rank, gone)
                 self._lost = f"rank {rank} is gone"
