@@ -1,4 +1,4 @@
-"""An engine follows a trainer of several processes, through the death of one and a restart with another number of them."""
+"""An engine follows a trainer of several processes, through the death of one and a restart with more of them."""
 
 from __future__ import annotations
 
