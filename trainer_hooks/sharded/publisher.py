@@ -30,8 +30,8 @@ from trainer_hooks.sharded.module import ShardedModuleSource
 from trainer_hooks.sharded.opening import open_sharded
 from trainer_hooks.sharded.published import ShardPublished
 from trainer_hooks.sharded.ranks import JSON, Ranks
-from trainer_hooks.sharded.shard_writing import Place, ShardWriting
 from trainer_hooks.sharded.source import PartialSource, ShardSource
+from trainer_hooks.sharded.writing import Place, ShardWriting
 from trainer_hooks.source import refuse_names
 from trainer_hooks.upkeep import SideUpkeep
 from trainer_hooks.writing import WritingRules, default_buffer_bytes

@@ -1,152 +1,157 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing: each rank its part of a publication, rank 0 the table of all parts. The commit is `trainer_hooks.publish`'s.
+"""One publication of a model that several ranks hold together: each writes its part, rank 0 the table, and commits.
 
-Parts of one tensor must be of one kind, which ranks agree on without asking: a tensor that is split is written as
-differences where the run allows them, and else as new values; a tensor that one rank has whole is free to choose.
+What ranks say to each other meanwhile goes over a channel of its own, so that their callers may talk at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 from trainer_hooks.diff import TensorDiff
-from trainer_hooks.publish import record_of
-from trainer_hooks.sharded.baseline import ShardBaseline
-from trainer_hooks.sharded.ranks import JSON
-from vllm_delta_snapshot.delta_folder import (
-    DigestedChange,
-    Lineage,
-    WriterNotes,
-    WrittenPayload,
-    describe_delta,
-    write_part,
-)
-from vllm_delta_snapshot.errors import LimitExceeded
+from trainer_hooks.kept import KeptChanges
+from trainer_hooks.publication import PublishReport
+from trainer_hooks.publish import commit
+from trainer_hooks.sharded.differ import ShardDiffer
+from trainer_hooks.sharded.parts import digested, write_rank, write_table
+from trainer_hooks.sharded.published import ShardAttempt, ShardPublished
+from trainer_hooks.sharded.ranks import JSON, Ranks
+from trainer_hooks.writing import Writing, WritingRules
+from vllm_delta_snapshot.delta_folder import DigestedChange, WriterNotes
+from vllm_delta_snapshot.errors import NotPublished
 from vllm_delta_snapshot.format import layout
-from vllm_delta_snapshot.format.blocks import EncodedBlock
-from vllm_delta_snapshot.format.choose import Chosen, choose
-from vllm_delta_snapshot.format.metadata import (
-    MAX_METADATA_BYTES,
-    PARTS_VERSION,
-    FileEntry,
-    TensorEntry,
-)
-from vllm_delta_snapshot.format.version import VersionRecord
+from vllm_delta_snapshot.format.digest import add_digests
 from vllm_delta_snapshot.store import Store
-from vllm_delta_snapshot.types import TensorDifference, TensorPatch, TensorSpec
+from vllm_delta_snapshot.types import TensorSpec
 
-__all__ = ["choose_part", "digested", "write_rank", "write_table"]
+__all__ = ["Place", "ShardWriting"]
 
 
-def choose_part(policy: str, diff: TensorDiff, *, is_split: bool) -> Chosen:
-    """Choose an encoding for what one rank changed in one tensor.
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where ranks write, and how they agree on it.
+
+    Attributes:
+        ranks: the channel for what happens behind the caller.
+        store: the run's store.
+        specs: the tensors of the run, in its order.
+        order: their places there, by name.
+    """
+
+    ranks: Ranks
+    store: Store
+    specs: Sequence[TensorSpec]
+    order: Mapping[str, int]
+
+
+class ShardWriting(Writing):
+    """See the module. Use it once, on every rank.
 
     Args:
-        policy: the run's, see `vllm_delta_snapshot.format.choose`.
-        diff: the change.
-        is_split: whether other parts of the tensor may be written too, by this rank or another.
+        rules: what all have in common.
+        place: where to write.
+        published: what is compared with, and moves with the commit. Left alone by everybody else until the end.
+        differ: the comparison.
+        notes: what to record beside; rank 0's counts.
+        publication_id: the publication's, the same on all ranks.
+        started: when the publisher was called, in `time.monotonic` seconds.
     """
-    if is_split and policy == "auto":
-        # Gaps, also where all elements of the part change: a bitmap would be as long as the whole tensor.
-        return Chosen(TensorDifference(diff.spec, diff.positions, diff.new - diff.old), "difference")
-    if is_split and policy == "absolute":
-        return Chosen(TensorPatch(diff.spec, diff.positions, diff.new), "packed")
-    return choose(policy, diff.spec, diff.positions, diff.old, diff.new)
 
+    def __init__(
+        self,
+        rules: WritingRules,
+        place: Place,
+        published: ShardPublished,
+        differ: ShardDiffer,
+        notes: WriterNotes,
+        *,
+        publication_id: str,
+        started: float,
+    ) -> None:
+        self._lineage = published.lineage(rules.run_id, rules.total_elements)
+        super().__init__(rules, differ, notes, version=self._lineage.version, started=started)
+        self._place = place
+        self._published = published
+        self._shard_differ = differ
+        self._id = publication_id
+        self._folder = layout.delta_folder(self.version, publication_id)
 
-def digested(policy: str, diffs: Iterable[TensorDiff], baseline: ShardBaseline) -> Iterable[DigestedChange]:
-    """Turn what differs into what is written."""
-    for diff in diffs:
-        chosen = choose_part(policy, diff, is_split=baseline.is_split(diff.spec.name))
-        yield DigestedChange(chosen.change, diff.old_digest, diff.new_digest, chosen.encoding)
+    @property
+    def _is_told_of(self) -> bool:
+        return self._place.ranks.rank == 0
 
+    def _write_and_commit(
+        self, diffs: Iterable[TensorDiff], pool: ThreadPoolExecutor | None, check: Callable[[], None]
+    ) -> PublishReport:
+        def commit_all(parts: list[JSON]) -> JSON:
+            check()
+            return self._commit(parts)
 
-def write_rank(
-    store: Store,
-    folder: str,
-    rank: int,
-    changes: Iterable[DigestedChange],
-    order: Mapping[str, int],
-    *,
-    keep: Callable[[EncodedBlock], None],
-    pool: ThreadPoolExecutor | None,
-    max_file_bytes: int,
-) -> JSON:
-    """Write one rank's payload files. Blocks until they are durable.
+        answer = self._place.ranks.round(lambda: self._write_part(diffs, pool, check), commit_all)
+        self._published.adopt(answer.pop("state_digest"))
+        total_s = time.monotonic() - self._started
+        return PublishReport(**answer, total_s=total_s, blocked_s=self._blocked(total_s))
 
-    Returns:
-        What rank 0 needs of them.
+    def _write_part(
+        self, diffs: Iterable[TensorDiff], pool: ThreadPoolExecutor | None, check: Callable[[], None]
+    ) -> JSON:
+        """Write what changed in this rank's shards."""
+        kept = KeptChanges()
+        moves: list[int] = []
 
-    Raises:
-        StoreError, StoreUnavailable, Exception: see `write_part`.
-    """
-    prefix = f"rank{rank:05d}-"
-    part = write_part(store, folder, prefix, changes, order, keep=keep, pool=pool, max_file_bytes=max_file_bytes)
-    return {
-        "files": [entry.model_dump() for entry in part.files],
-        "entries": [
-            [order[e.name], e.changed, e.encoding, e.file, e.block, e.old_digest, e.new_digest] for e in part.entries
-        ],
-    }
+        def counted() -> Iterator[DigestedChange]:
+            for item in digested(self._rules.encoding, diffs, self._published.baseline):
+                moves.append(item.move)
+                yield item
 
-
-def write_table(
-    store: Store,
-    folder: str,
-    publication_id: str,
-    lineage: Lineage,
-    specs: Sequence[TensorSpec],
-    parts: Sequence[JSON],
-    notes: WriterNotes,
-    seconds: float,
-    max_file_bytes: int,
-) -> VersionRecord:
-    """Write metadata.json over the parts of all ranks. Blocks until it is durable; nobody sees the version yet.
-
-    Returns:
-        The record to commit.
-
-    Raises:
-        LimitExceeded: the table would be larger than readers accept.
-        StoreError, StoreUnavailable: it was not written.
-    """
-    written = _joined(specs, parts)
-    if not written.files:  # a delta has at least one
-        empty = write_part(store, folder, "", (), {}, is_file_forced=True, max_file_bytes=max_file_bytes)
-        written = WrittenPayload(empty.files, ())
-    metadata = describe_delta(publication_id, lineage, written, notes, seconds=seconds, format_version=PARTS_VERSION)
-    data = metadata.to_json()
-    if len(data) > MAX_METADATA_BYTES:
-        raise LimitExceeded(
-            "metadata.json would be larger than readers accept",
-            expected=f"at most {MAX_METADATA_BYTES} bytes",
-            found=f"{len(data)} bytes for {len(written.entries)} parts of tensors",
-            hint="Shard over fewer ranks, and replicate over the others.",
-        )
-    store.put(f"{folder}/{layout.METADATA_NAME}", [memoryview(data)])
-    return record_of(lineage, publication_id, folder, metadata, data)
-
-
-def _joined(specs: Sequence[TensorSpec], parts: Sequence[JSON]) -> WrittenPayload:
-    """Put the parts of all ranks into one table, in the order of the run, parts of one tensor together."""
-    files: list[FileEntry] = []
-    rows: list[tuple[int, int, int, TensorEntry]] = []
-    for rank, part in enumerate(parts):
-        for at, (place, changed, encoding, file, block, old, new) in enumerate(part["entries"]):
-            spec = specs[place]
-            entry = TensorEntry(
-                name=spec.name,
-                shape=spec.shape,
-                dtype=spec.dtype,
-                changed=changed,
-                encoding=encoding,
-                file=len(files) + file,
-                block=block,
-                old_digest=old,
-                new_digest=new,
+        try:
+            written = write_rank(
+                self._place.store,
+                self._folder,
+                self._place.ranks.rank,
+                counted(),
+                self._place.order,
+                keep=kept.add,
+                pool=pool,
+                max_file_bytes=self._rules.max_file_bytes,
             )
-            rows.append((place, rank, at, entry))
-        files += [FileEntry(**entry) for entry in part["files"]]
-    rows.sort(key=lambda row: row[:3])
-    return WrittenPayload(tuple(files), tuple(row[3] for row in rows))
+        except NotPublished as given_up:
+            if isinstance(self._misread, Exception):
+                raise self._misread from given_up  # the other ranks want to know why
+            raise
+        check()
+        self._published.attempt = ShardAttempt(kept, self._shard_differ.fingerprints, add_digests(*moves))
+        return written | {"diff_s": self._shard_differ.seconds}
+
+    def _commit(self, parts: list[JSON]) -> JSON:
+        """On rank 0: write the table of all parts, and commit."""
+        diff_s = max(part["diff_s"] for part in parts)
+        record = write_table(
+            self._place.store,
+            self._folder,
+            self._id,
+            self._lineage,
+            self._place.specs,
+            parts,
+            replace(self._notes, diff_s=diff_s),
+            seconds=time.monotonic() - self._started,
+            max_file_bytes=self._rules.max_file_bytes,
+        )
+        self._published.record = record
+        commit(self._place.store, record)
+        self._published.record = None
+        return {
+            "run_id": self._rules.run_id,
+            "version": record.version,
+            "changed_elements": record.changed_elements,
+            "total_elements": self._rules.total_elements,
+            "changed_tensors": len({entry[0] for part in parts for entry in part["entries"]}),
+            "payload_bytes": record.payload_bytes,
+            "checkpoint_bytes": self._rules.checkpoint_bytes,
+            "folder": record.folder,
+            "diff_s": diff_s,
+            "state_digest": record.state_digest,
+        }
