@@ -32,7 +32,7 @@ setup: $(STAMPS)/engine $(STAMPS)/adapters $(STAMPS)/demo  ## Make .venv with ev
 demo: $(STAMPS)/engine $(STAMPS)/demo  ## Train a real model while a real vLLM engine takes each step's delta (about 4 minutes)
 	$(BIN)/python -m examples.grpo_arithmetic
 
-test: $(STAMPS)/engine $(STAMPS)/adapters  ## All tests, on real vLLM engines and object stores (about 24 minutes on 2 cores)
+test: $(STAMPS)/engine $(STAMPS)/adapters  ## All tests, on real vLLM engines and object stores (20 to 30 minutes on 2 cores)
 	@failed=0; set -x; \
 	$(BIN)/python -m pytest tests --ignore=tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder || failed=1; \
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder || failed=1; \
