@@ -37,6 +37,16 @@ class Head:
     version: int
     state_digest: str
 
+    def lineage(self, run_id: str, total_elements: int) -> Lineage:
+        """Return where the next version starts and leads to."""
+        return Lineage(
+            run_id=run_id,
+            version=self.version + 1,
+            base_version=self.version,
+            base_state_digest=self.state_digest,
+            total_elements=total_elements,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attempt:
@@ -71,16 +81,6 @@ class Published:
     def differ(self, source: ParameterSource, base_model: str, device_diff: DeviceDiff) -> Differ:
         """Return a pass that compares a source with what is published."""
         return Differ(source, self.baseline.specs, self.baseline, base_model, self._fingerprints, device_diff)
-
-    def lineage(self, run_id: str, total_elements: int) -> Lineage:
-        """Return where the next version starts and leads to."""
-        return Lineage(
-            run_id=run_id,
-            version=self.head.version + 1,
-            base_version=self.head.version,
-            base_state_digest=self.head.state_digest,
-            total_elements=total_elements,
-        )
 
     def commit(self, store: Store, attempt: Attempt) -> None:
         """Commit a publication whose files are written, and move to it. Blocks.

@@ -44,7 +44,7 @@ class WholeWriting(Writing):
         *,
         started: float,
     ) -> None:
-        self._lineage = published.lineage(rules.run_id, rules.total_elements)
+        self._lineage = published.head.lineage(rules.run_id, rules.total_elements)
         super().__init__(rules, differ, notes, version=self._lineage.version, started=started)
         self._store = store
         self._published = published

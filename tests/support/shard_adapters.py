@@ -108,6 +108,16 @@ def _loss(model: torch.nn.Module, step: int) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
+def _train(model: torch.nn.Module, sync: Callable[[], object], expected: Expected) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        _loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync()
+        expected.note(model)
+
+
 def accelerate_loop(folder: Path) -> dict[str, Any]:
     """A loop of one's own, with Accelerate."""
     from accelerate import Accelerator
@@ -172,10 +182,8 @@ def trl_asynchronous(folder: Path) -> dict[str, Any]:
     from trainer_hooks.integrations.trl import DeltaWeightTransfer
 
     base = tiny_base(folder)
-    model = trained_from(base)
+    model, fleet = trained_from(base), Served()
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    fleet = Served()
     transfer = DeltaWeightTransfer(sync_dir=str(folder / "run"), base=base, fleet=fleet)
     # The trainer itself does not start on a CPU with several ranks; its synchronization is its own code.
     trainer = AsyncGRPOTrainer.__new__(AsyncGRPOTrainer)
@@ -187,13 +195,7 @@ def trl_asynchronous(folder: Path) -> dict[str, Any]:
     transfer.attach(trainer)
     if is_first:
         transfer.init_weight_transfer()
-    expected = Expected(folder)
-    for step in range(STEPS):
-        _loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        trainer._sync_weight()
-        expected.note(model)
+    _train(model, trainer._sync_weight, Expected(folder))
     if is_first:
         transfer.destroy()
     return {"version": transfer.version, "served": fleet.versions, "kind": type(model).__name__}
@@ -207,19 +209,11 @@ def vllm_factory(folder: Path) -> dict[str, Any]:
     from trainer_hooks.integrations.vllm import DeltaSnapshotTrainerInitInfo
 
     base = tiny_base(folder)
-    model = trained_from(base)
+    model, fleet = trained_from(base), Served()
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    fleet = Served()
     info = DeltaSnapshotTrainerInitInfo(sync_dir=str(folder / "run"), base=str(base), rank=dist.get_rank())
     engine = WeightTransferTrainerFactory.trainer_init(info, client=fleet, source=ModuleSource(model))
-    expected = Expected(folder)
-    for step in range(STEPS):
-        _loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.send_weights()
-        expected.note(model)
+    _train(model, engine.send_weights, Expected(folder))
     engine.shutdown()
     return {"version": engine.version, "served": fleet.versions, "kind": type(model).__name__}
 

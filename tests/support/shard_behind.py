@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.checkpoints import write_checkpoint
-from tests.support.shard_faults import Arm, Rows, attempt, once
+from tests.support.shard_faults import Arm, attempt, begun, faulty, once
 from trainer_hooks import PublishReport
 
 Scene = Callable[[Path], dict[str, Any]]
@@ -37,24 +36,14 @@ class Told:
 
 def fault_behind(folder: Path, rank: int | None, arm: Arm) -> dict[str, Any]:
     """As `shard_faults.fault`, behind the step: what fails is raised by a later call."""
-    rows = _begun(folder)
-    publisher = rows.publisher(folder, timeout_s=1.0 if "silent" in folder.name else 30.0, asynchronous=True)
-    rows.step(1)
-    publisher.publish()
-    publisher.drain()
-    rows.step(2)
-    if rank in (None, dist.get_rank()):
-        arm(publisher, rows)
-    outcomes = [attempt(publisher.publish)]
-    rows.step(3)
-    outcomes += [attempt(publisher.publish), attempt(publisher.publish)]
+    publisher, outcomes = faulty(folder, rank, arm, asynchronous=True)
     outcomes.append(attempt(lambda: publisher.publish().wait()))
     return {"outcomes": outcomes, "digest": publisher.state_digest}
 
 
 def merged(folder: Path) -> dict[str, Any]:
     """One rank is slow: calls are skipped on all, and the end of the block publishes what they left."""
-    rows, told = _begun(folder), Told()
+    rows, told = begun(folder), Told()
     gate = threading.Event()
     with rows.publisher(folder, asynchronous=True, when_busy="merge", observers=[told]) as publisher:
         rows.step(1)
@@ -71,7 +60,7 @@ def merged(folder: Path) -> dict[str, Any]:
 
 def one_leaves(folder: Path, leaver: int) -> dict[str, Any]:
     """An error ends the block of one rank, between two steps; the others learn of it at their next call."""
-    rows = _begun(folder)
+    rows = begun(folder)
     started, error = time.monotonic(), "none"
     try:
         with rows.publisher(folder, asynchronous=True) as publisher:
@@ -90,7 +79,7 @@ def one_leaves(folder: Path, leaver: int) -> dict[str, Any]:
 
 def hooked(folder: Path) -> dict[str, Any]:
     """An optimizer's hook on every rank; what the trainer's checkpoint remembers is checked by the next publisher."""
-    rows = _begun(folder)
+    rows = begun(folder)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     publisher = rows.publisher(folder, asynchronous=True)
@@ -108,7 +97,7 @@ def hooked(folder: Path) -> dict[str, Any]:
 
 def ended(folder: Path, how: str) -> dict[str, Any]:
     """The process group goes away while a publication is under way, or when it has been waited for."""
-    rows = _begun(folder)
+    rows = begun(folder)
     publisher = rows.publisher(folder, asynchronous=True, drain_timeout_s=10.0)
     rows.step(1)
     publisher.publish()
@@ -122,14 +111,6 @@ def ended(folder: Path, how: str) -> dict[str, Any]:
 def _when(gate: threading.Event, call: Callable[[], Any], *_: Any) -> Any:
     gate.wait()
     return call()
-
-
-def _begun(folder: Path) -> Rows:
-    rows = Rows()
-    if dist.get_rank() == 0:
-        write_checkpoint(folder / "base", rows.state)
-    dist.barrier()
-    return rows
 
 
 SCENES: dict[str, Scene] = {

@@ -170,22 +170,38 @@ def attempt(call: Callable[[], Any]) -> dict[str, Any]:
     return outcome | {"seconds": time.monotonic() - started}
 
 
-def fault(folder: Path, rank: int | None, arm: Arm) -> dict[str, Any]:
-    """Publish, publish with a fault on one rank, and publish twice again."""
+def begun(folder: Path) -> Rows:
+    """Return the weights of all ranks, with their base checkpoint written; collective."""
     rows = Rows()
     if dist.get_rank() == 0:
         write_checkpoint(folder / "base", rows.state)
     dist.barrier()
-    publisher = rows.publisher(folder, timeout_s=1.0 if "silent" in folder.name else 30.0)
+    return rows
+
+
+def fault(folder: Path, rank: int | None, arm: Arm) -> dict[str, Any]:
+    """Publish, publish with a fault on one rank, and publish twice again."""
+    publisher, outcomes = faulty(folder, rank, arm, asynchronous=False)
+    return {"outcomes": outcomes, "digest": publisher.state_digest}
+
+
+def faulty(
+    folder: Path, rank: int | None, arm: Arm, *, asynchronous: bool
+) -> tuple[ShardedPublisher, list[dict[str, Any]]]:
+    """Publish, publish with a fault, and publish twice again; return the publisher and what came of the last three."""
+    rows = begun(folder)
+    timeout_s = 1.0 if "silent" in folder.name else 30.0
+    publisher = rows.publisher(folder, timeout_s=timeout_s, asynchronous=asynchronous)
     rows.step(1)
     publisher.publish()
+    publisher.drain()
     rows.step(2)
     if rank in (None, dist.get_rank()):
         arm(publisher, rows)
     outcomes = [attempt(publisher.publish)]
     rows.step(3)
     outcomes += [attempt(publisher.publish), attempt(publisher.publish)]
-    return {"outcomes": outcomes, "digest": publisher.state_digest}
+    return publisher, outcomes
 
 
 def resumed(folder: Path, steps: int) -> dict[str, Any]:

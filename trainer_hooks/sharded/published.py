@@ -22,7 +22,6 @@ from trainer_hooks.sharded.differ import ShardDiffer, ShardFingerprints
 from trainer_hooks.sharded.opening import Opened, bring
 from trainer_hooks.sharded.source import Shard, ShardSource
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.delta_folder import Lineage
 from vllm_delta_snapshot.errors import VerifyError
 from vllm_delta_snapshot.format.digest import add_digests
 from vllm_delta_snapshot.format.version import VersionRecord
@@ -75,16 +74,6 @@ class ShardPublished:
     def differ(self, source: ShardSource, device_diff: DeviceDiff) -> ShardDiffer:
         """Return a pass that compares a source with what is published."""
         return ShardDiffer(source, self._owned, self.baseline, self._fingerprints, device_diff)
-
-    def lineage(self, run_id: str, total_elements: int) -> Lineage:
-        """Return where the next version starts and leads to."""
-        return Lineage(
-            run_id=run_id,
-            version=self.head.version + 1,
-            base_version=self.head.version,
-            base_state_digest=self.head.state_digest,
-            total_elements=total_elements,
-        )
 
     def mend(self, folder: RunFolder, base: Checkpoint) -> bool:
         """Make this rank's part whole again if moving it was interrupted; say whether it was. Blocks if so.

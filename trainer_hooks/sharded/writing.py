@@ -71,7 +71,7 @@ class ShardWriting(Writing):
         publication_id: str,
         started: float,
     ) -> None:
-        self._lineage = published.lineage(rules.run_id, rules.total_elements)
+        self._lineage = published.head.lineage(rules.run_id, rules.total_elements)
         super().__init__(rules, differ, notes, version=self._lineage.version, started=started)
         self._place = place
         self._published = published
