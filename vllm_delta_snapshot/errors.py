@@ -30,7 +30,7 @@
     |  |- TensorRefused              named tensors that no way can serve
     |  `- WeightsUncertain           half applied and not undone: never resume this worker
     |- VerifyError                   the weights are not what they should be
-    `- CompatibilityError            a missing extra, or an unfit version of vLLM
+    `- CompatibilityError            a missing extra, or a vLLM that does not fit
 
 A message says what failed, on which file and tensor, what was expected and found, and what to do next. The same facts
 are attributes. It ends with the name of its class in brackets, because that is all that survives vLLM's way from a
@@ -296,4 +296,4 @@ class VerifyError(DeltaSnapshotError):
 
 
 class CompatibilityError(DeltaSnapshotError):
-    """A missing extra, or a version of vLLM that this plugin does not fit."""
+    """A missing extra, or a vLLM that does not fit: its version, or how it was started."""

@@ -37,12 +37,13 @@ def register() -> None:
 
 def _prepare_process() -> None:
     """Arrange for what has to be done when vLLM's modules are loaded, in the processes that load them."""
-    from vllm_delta_snapshot.engine import beside_numba, cpu, executor
+    from vllm_delta_snapshot.engine import beside_numba, compiled, cpu, executor
     from vllm_delta_snapshot.engine.on_import import on_import
     from vllm_delta_snapshot.engine.quiet import quiet_not_staged
 
     on_import("vllm.model_executor.layers.utils", cpu.keep_plain_linears)
     on_import("vllm.model_executor.layers.fused_moe.experts.cpu_moe", cpu.keep_plain_experts)
+    on_import("vllm.compilation.caching", compiled.keep_caches_apart)
     on_import("vllm.triton_utils.dispatcher", beside_numba.bear_odd_attributes)
     on_import("vllm.v1.executor.multiproc_executor", executor.keep_answers_in_step)
     quiet_not_staged()

@@ -14,6 +14,9 @@ from tests.support.processor import lower
 
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8], [9, 8, 7], [100, 200, 300, 400])
 
+ALL_COMPILED = bool(os.environ.get("DELTA_SNAPSHOT_TEST_COMPILED"))
+"""Whether engines are compiled, as vLLM does by default, also where a test does not ask for it (make test-compiled)."""
+
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_KVCACHE_SPACE="1",
@@ -43,6 +46,16 @@ class Engine:
         parameters = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
         return [list(out.outputs[0].token_ids) for out in self.llm.generate(prompts, parameters, use_tqdm=False)]
+
+    def answers(self, count: int = 24) -> list[list[tuple[int, float]]]:
+        """Return, for the fixed prompts, the best tokens of each greedy step with their exact log-probabilities."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=5)
+        prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+        found = self.llm.generate(prompts, parameters, use_tqdm=False)
+        steps = [[sorted((t, p.logprob) for t, p in step.items()) for step in out.outputs[0].logprobs] for out in found]
+        return [[pair for step in steps_of_one for pair in step] for steps_of_one in steps]
 
     def checksums(self) -> dict[str, str]:
         """Return digests of the live parameters and buffers of the one worker."""
@@ -85,7 +98,7 @@ def engine(folder: Path, **options: Any) -> Iterator[Engine]:
     gc.freeze()  # vLLM has the collector pass over everything a dozen times an engine; what is there by now can stay
     settings: dict[str, Any] = {
         "dtype": "bfloat16",
-        "enforce_eager": True,
+        "enforce_eager": not ALL_COMPILED,
         "max_model_len": 128,
         "max_num_seqs": 4,
         "skip_tokenizer_init": True,

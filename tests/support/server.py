@@ -19,6 +19,7 @@ from typing import Any
 from tests.support.digests import merged
 from vllm_delta_snapshot.drive import ServerClient
 
+ALL_COMPILED = bool(os.environ.get("DELTA_SNAPSHOT_TEST_COMPILED"))
 _ROOT = Path(__file__).parents[2]
 _RANDOM = random.SystemRandom()
 _ENVIRONMENT = {
@@ -52,17 +53,21 @@ class ServerProcess:
         model: the checkpoint.
         log: where all its processes write; a restart goes on in it.
         options: further ones of vLLM's.
+        is_compiled: whether it compiles the model, as vLLM does by default.
         environment: further variables.
     """
 
-    def __init__(self, model: Path, log: Path, *options: str, **environment: str) -> None:
+    def __init__(
+        self, model: Path, log: Path, *options: str, is_compiled: bool = ALL_COMPILED, **environment: str
+    ) -> None:
         port = _free_port()
         self.log = log
         self.client = CheckedServer(f"http://127.0.0.1:{port}")
         self._argv = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
             *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m", "--skip-tokenizer-init"),
-            *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"),
+            *("--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "4"),
+            *(() if is_compiled else ("--enforce-eager",)),
             *("--kv-cache-memory-bytes", str(64 << 20)),
             *("--weight-transfer-config", '{"backend": "delta_snapshot"}'),
             *("--worker-extension-cls", "tests.support.digests.DigestsOfWorker"),
@@ -130,9 +135,11 @@ def servers(*processes: ServerProcess) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def server(model: Path, log: Path, *options: str, **environment: str) -> Iterator[CheckedServer]:
+def server(
+    model: Path, log: Path, *options: str, is_compiled: bool = ALL_COMPILED, **environment: str
+) -> Iterator[CheckedServer]:
     """Start a server with the plugin's backend, wait until it answers, and stop it afterwards."""
-    process = ServerProcess(model, log, *options, **environment)
+    process = ServerProcess(model, log, *options, is_compiled=is_compiled, **environment)
     with servers(process):
         yield process.client
 

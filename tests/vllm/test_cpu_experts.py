@@ -6,6 +6,7 @@ call of the experts is compared with the exact result, within what rounding may 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from tests.support.engines import PROMPTS, engine
 from tests.support.rounding import Bounded
 from tests.support.tiny_models import make_model, train_step
 from vllm_delta_snapshot.engine import cpu
-from vllm_delta_snapshot.engine.compat import ExpertsCall
 
 
 def _trained(folder: Path) -> Any:
@@ -45,36 +45,44 @@ def test_plain_experts_say_what_transformers_says(tmp_path: Path) -> None:
 
 def test_plain_experts_compute_in_bf16_what_rounding_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _trained(tmp_path / "base")
-    seen: list[tuple[ExpertsCall, torch.Tensor]] = []
-    plain = cpu._plain_experts
+    seen: list[tuple[Sequence[Any], torch.Tensor]] = []
+    plain = cpu.plain_experts
 
-    def watched(experts: Any, call: ExpertsCall) -> torch.Tensor:
-        result = plain(experts, call)
-        seen.append((call, result.clone()))
-        return result
+    def watched(output: torch.Tensor, *arguments: Any) -> None:
+        plain(output, *arguments)
+        seen.append((arguments, output.clone()))
 
-    monkeypatch.setattr(cpu, "_plain_experts", watched)
+    monkeypatch.setattr(cpu, "plain_experts", watched)
     with engine(tmp_path / "base") as live:
         live.tokens(4)
         layer = live.model.get_submodule("model.layers.0.mlp.experts.routed_experts")
         isa = layer.quant_method.moe_kernel.fused_experts.isa
     assert isa == ("amx" if torch.cpu._is_amx_tile_supported() else "vec")
-    assert {call.hidden_states.shape[0] for call, _ in seen} >= {3, 15}  # one token of each prompt, and all of them
-    for call, result in seen:
-        assert _exact(call).holds(result)
+    assert {arguments[0].shape[0] for arguments, _ in seen} >= {3, 15}  # a token of each prompt, and all of them
+    for arguments, result in seen:
+        assert _exact(*arguments).holds(result)
 
 
-def _exact(call: ExpertsCall) -> Bounded:
+def _exact(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w1_bias: None,
+    w2_bias: None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *others: Any,
+) -> Bounded:
     """Compute every token's experts one after the other, in fp64, knowing what may be lost."""
-    dtype = call.hidden_states.dtype
-    assert (call.expert_map, call.are_inputs_weighted, dtype) == (None, False, torch.bfloat16)
-    half = call.w1.shape[1] // 2
+    dtype = hidden_states.dtype
+    assert (w1_bias, w2_bias, dtype, others[:2]) == (None, None, torch.bfloat16, (None, "silu"))
+    half = w1.shape[1] // 2
     rows = []
-    for token, (ids, weights) in enumerate(zip(call.topk_ids.tolist(), call.topk_weights, strict=True)):
-        hidden = Bounded.of(call.hidden_states[token : token + 1])
-        total = Bounded.of(torch.zeros(1, call.w2.shape[1]))
+    for token, (ids, weights) in enumerate(zip(topk_ids.tolist(), topk_weights, strict=True)):
+        hidden = Bounded.of(hidden_states[token : token + 1])
+        total = Bounded.of(torch.zeros(1, w2.shape[1]))
         for expert, weight in zip(ids, weights, strict=True):
-            gate, up = (hidden.linear(part, dtype) for part in (call.w1[expert][:half], call.w1[expert][half:]))
-            total = total.plus(gate.silu_times(up, dtype).linear(call.w2[expert], dtype).times(weight))
+            gate, up = (hidden.linear(part, dtype) for part in (w1[expert][:half], w1[expert][half:]))
+            total = total.plus(gate.silu_times(up, dtype).linear(w2[expert], dtype).times(weight))
         rows.append(total.rounded(dtype))
     return Bounded(torch.cat([row.exact for row in rows]), torch.cat([row.error for row in rows]))

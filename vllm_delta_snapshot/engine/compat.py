@@ -111,11 +111,12 @@ def experts_call_reader(apply: Callable[..., Any]) -> Callable[..., ExpertsCall]
     Since 0.30 vLLM chooses the experts before the call and says where the output goes; 0.29 passes the router's logits,
     leaves the choice to the class and takes the output from it.
     """
-    signature = inspect.signature(apply)
-    chosen_before = "topk_ids" in signature.parameters
+    names = list(inspect.signature(apply).parameters)
+    chosen_before = "topk_ids" in names
 
     def read(experts: Any, *args: Any, **kwargs: Any) -> ExpertsCall:
-        given = signature.bind(experts, *args, **kwargs).arguments
+        # No `bind`: a compiler traces this.
+        given = {**dict(zip(names, (experts, *args), strict=False)), **kwargs}
         hidden_states = given["hidden_states"]
         is_weighted = bool(given["apply_router_weight_on_input"])
         if chosen_before:

@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 
-from vllm_delta_snapshot.engine.compat import ExpertsCall, experts_call_reader, take_routing
-from vllm_delta_snapshot.engine.cpu_linear import plain_linear
+from vllm_delta_snapshot.engine.compat import experts_call_reader, take_routing
+from vllm_delta_snapshot.engine.cpu_experts import described, plain_experts
+from vllm_delta_snapshot.engine.cpu_linear import is_plain_product, linear_for
 from vllm_delta_snapshot.engine.log import logger
 
-__all__ = ["is_plain_linear", "keep_plain_experts", "keep_plain_linears"]
+__all__ = ["is_ours", "is_plain_linear", "keep_plain_experts", "keep_plain_linears"]
 
 _BACKEND = "delta_snapshot"
 _MARK = "_delta_snapshot_plain"
+_ACTIVATION = "_delta_snapshot_activation"
 
 
 def keep_plain_linears(module: ModuleType) -> None:
@@ -45,15 +47,18 @@ def keep_plain_experts(module: ModuleType) -> None:
 def is_plain_linear(layer: torch.nn.Module) -> bool:
     """Say whether a linear layer of the CPU backend computes from its plain weight."""
     linear = getattr(layer, "cpu_linear", None)
-    return linear is None or linear is plain_linear or linear is torch.nn.functional.linear
+    return linear is None or is_plain_product(linear)
+
+
+def is_ours(config: Any) -> bool:
+    """Say whether an engine of this configuration uses this plugin's backend."""
+    return getattr(getattr(config, "weight_transfer_config", None), "backend", None) == _BACKEND
 
 
 def _is_ours() -> bool:
     from vllm.config import get_current_vllm_config_or_none
 
-    config = get_current_vllm_config_or_none()
-    transfer = getattr(config, "weight_transfer_config", None)
-    return getattr(transfer, "backend", None) == _BACKEND
+    return is_ours(get_current_vllm_config_or_none())
 
 
 def _asking_dispatch(packing: Any) -> Any:
@@ -63,7 +68,7 @@ def _asking_dispatch(packing: Any) -> Any:
             packing(layer, remove_weight)
             return
         logger.debug("keeping plain weights of %s", type(layer).__name__)
-        layer.cpu_linear = plain_linear
+        layer.cpu_linear = linear_for(layer.weight.dtype)
 
     setattr(dispatch, _MARK, True)
     return dispatch
@@ -82,6 +87,7 @@ def _ask_before_packing(experts: Any) -> None:
         def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
             if _is_ours():
                 setattr(self, _MARK, True)
+                setattr(self, _ACTIVATION, described(self.activation_config))
                 take_routing(self, layer)
                 return
             pack(self, layer)
@@ -94,36 +100,23 @@ def _ask_before_packing(experts: Any) -> None:
         def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not getattr(self, _MARK, False):
                 return packed_apply(self, *args, **kwargs)
+            # A compiler traces this; the operator in `plain_experts` is where it looks no further.
             call = read_call(self, *args, **kwargs)
-            result = _plain_experts(self, call)
-            if call.output is None:
-                return result
-            call.output.copy_(result)
-            return None
+            output = torch.empty_like(call.hidden_states) if call.output is None else call.output
+            plain_experts(
+                output,
+                call.hidden_states,
+                call.w1,
+                call.w2,
+                self.w1_bias,
+                self.w2_bias,
+                call.topk_weights,
+                call.topk_ids,
+                call.expert_map,
+                call.activation.value,
+                getattr(self, _ACTIVATION),
+                call.are_inputs_weighted,
+            )
+            return output if call.output is None else None
 
         experts.apply = apply
-
-
-def _plain_experts(experts: Any, call: ExpertsCall) -> torch.Tensor:
-    """Compute a mixture of experts from plain weights, one expert after the other."""
-    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
-
-    hidden_states = call.hidden_states
-    ids = call.topk_ids.long()
-    if call.expert_map is not None:
-        ids = call.expert_map[ids].long()
-    total = torch.zeros(hidden_states.shape, dtype=torch.float32)
-    for expert in range(call.w1.shape[0]):
-        tokens, slots = (ids == expert).nonzero(as_tuple=True)
-        if tokens.numel() == 0:
-            continue
-        bias_1 = None if experts.w1_bias is None else experts.w1_bias[expert].to(hidden_states.dtype)
-        bias_2 = None if experts.w2_bias is None else experts.w2_bias[expert].to(hidden_states.dtype)
-        gate_up = plain_linear(hidden_states[tokens], call.w1[expert], bias_1)
-        inner = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
-        apply_moe_activation(call.activation, inner, gate_up, activation_config=experts.activation_config)
-        out = plain_linear(inner, call.w2[expert], bias_2).float()
-        if not call.are_inputs_weighted:
-            out *= call.topk_weights[tokens, slots, None].float()
-        total.index_add_(0, tokens, out)
-    return total.to(hidden_states.dtype)

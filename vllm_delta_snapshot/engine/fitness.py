@@ -20,6 +20,7 @@ import torch
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.engine.agree import agree, gather_from_workers
+from vllm_delta_snapshot.engine.compiled import refuse_folded_weights
 from vllm_delta_snapshot.engine.lanes import ready_lanes
 from vllm_delta_snapshot.engine.layers import examine_layers, refuse_layers
 from vllm_delta_snapshot.engine.live import gather, scatter
@@ -105,6 +106,7 @@ def check_fitness(
 
     Raises:
         TensorRefused: layers or tensors that cannot be updated exactly; named.
+        CompatibilityError: compiled code may hold weights of its own.
         BaseMismatch: the live weights are not the checkpoint's.
         ApplyError: the model's loader cannot be watched, or another worker found one of these.
         ObjectNotFound, CorruptFile, UnsupportedFormat: the checkpoint cannot be read.
@@ -112,6 +114,7 @@ def check_fitness(
     failure: BaseException | None = None
     plan, reload, reloads = LoadPlan(), ReloadPlan(), {}
     try:
+        refuse_folded_weights(config)
         checkpoint = Checkpoint(folder)
         plan, reload = _record(model, checkpoint.specs)
         reloads = _reload_reasons(model, plan, reload, checkpoint, has_mirror, are_weights_as_loaded, config)
