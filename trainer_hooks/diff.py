@@ -258,7 +258,8 @@ def _digest(spec: TensorSpec, positions: Positions, values: Bits) -> int:
 
 def tensor_bits(flat: torch.Tensor, spec: TensorSpec) -> Bits:
     """Return a flat tensor's bits in the serving dtype, on the host; a view where nothing had to be converted."""
-    bits: Bits = served(flat, spec).cpu().contiguous().numpy().view(spec.element.bits)
+    # Not `numpy()`: torch would never again let the trainer give that memory back (``resize_``).
+    bits: Bits = np.from_dlpack(served(flat, spec).cpu().contiguous()).view(spec.element.bits)
     return bits
 
 

@@ -14,9 +14,9 @@ from trainer_hooks.baseline import Baseline
 from trainer_hooks.device_diff import DeviceDiff, Marks
 from trainer_hooks.diff import PIECE_ELEMENTS, Piece, TensorDiff, difference, join_pieces, pieces
 from trainer_hooks.fit import check_names
-from trainer_hooks.source import ParameterSource
+from trainer_hooks.source import ParameterSource, all_exist, refuse_unreadable
 from vllm_delta_snapshot.errors import SourceError
-from vllm_delta_snapshot.ordered import ordered_map
+from vllm_delta_snapshot.ordered import JOIN, Join, ordered_map
 from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["Differ", "Fingerprints", "diff_pieces"]
@@ -81,7 +81,7 @@ class Differ:
             started = time.monotonic()
         self.seconds += time.monotonic() - started
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[Piece | Join]:
         seen: list[str] = []
         for item in self._source.items(self._specs):
             if item.fingerprint is not None:
@@ -89,20 +89,26 @@ class Differ:
                 if self._known.get(item.names) == item.fingerprint:
                     seen.extend(item.names)
                     continue
-            for name, tensor in item.load():
+            pairs = item.load()
+            for name, tensor in pairs:
                 seen.append(name)
                 yield from self._pieces_of(name, tensor)
+                if not (item.stays or all_exist(pairs)):
+                    yield JOIN
+            if not item.stays:
+                yield JOIN
         check_names(seen, self._specs, self._base_model)
 
     def _pieces_of(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
         spec = self._specs.get(name)
         if spec is None:
             raise SourceError("tensor is not in the base checkpoint", tensor=name, found=tuple(tensor.shape))
+        refuse_unreadable(name, tensor)
         return pieces(spec, self._baseline.bits(name), tensor)
 
 
 def diff_pieces(
-    pieces: Iterable[Piece],
+    pieces: Iterable[Piece | Join],
     pool: ThreadPoolExecutor | None,
     *,
     device_diff: DeviceDiff | None = None,
@@ -114,7 +120,8 @@ def diff_pieces(
 
     Args:
         pieces: those of every tensor, one after the other. Taken in the caller's thread: on an accelerator, they are
-            read once its current stream has come to where it is when they were given.
+            read once its current stream has come to where it is when they were given. Nothing is taken over a `JOIN`
+            before all pieces given until then are read, by the host and by every stream of a device.
         pool: threads to compare on; ``None`` for the caller's.
         device_diff: where to compare what lies on an accelerator; by default as ``auto``.
         is_digested: see `difference`.
@@ -125,7 +132,7 @@ def diff_pieces(
         batch, marks = marked
         return [(piece, difference(piece, on_devices.find(piece, marks), is_digested=is_digested)) for piece in batch]
 
-    batches = ((batch, on_devices.mark(batch)) for batch in _batches(pieces))
+    batches = (of if isinstance(of, Join) else (of, on_devices.mark(of)) for of in _batches(pieces))
     found: list[TensorDiff] = []
     for compared in ordered_map(compare, batches, pool):
         for piece, diff in compared:
@@ -136,15 +143,18 @@ def diff_pieces(
                 yield whole
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterable[Piece | Join]) -> Iterator[list[Piece] | Join]:
     """Put small pieces together, so that handing work to a thread and back costs little beside the work."""
     batch: list[Piece] = []
     elements = 0
     for piece in pieces:
-        batch.append(piece)
-        elements += piece.baseline.size
-        if elements >= PIECE_ELEMENTS:
+        if not isinstance(piece, Join):
+            batch.append(piece)
+            elements += piece.baseline.size
+        if batch and (elements >= PIECE_ELEMENTS or isinstance(piece, Join)):
             yield batch
             batch, elements = [], 0
+        if isinstance(piece, Join):
+            yield piece
     if batch:
         yield batch

@@ -6,19 +6,25 @@ are renamed, prefixes differ. `save_pretrained` turns them back with ``revert_we
 same function, one parameter at a time, so that what is published is what `save_pretrained` would write. Models of
 other origin, and transformers 4, have no such conversion: their names are taken as they are. What the user says of a
 parameter goes before both.
+
+Nothing that may answer otherwise later is remembered: a user's names are asked for in every pass, and what a conversion
+makes of a parameter is found out again where its form, its strides, or the model's conversions are others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
 from vllm_delta_snapshot.errors import SourceError
 
-__all__ = ["CheckpointNames", "Form", "Given", "Names", "Revert", "revert_of"]
+__all__ = ["CheckpointNames", "Form", "Given", "Names", "Part", "Revert", "revert_of"]
+
+T = TypeVar("T")
 
 Revert = Callable[[nn.Module, dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """Turns a model's state dict into its checkpoint's."""
@@ -32,7 +38,8 @@ Names = (
 Either a mapping from a parameter's name to its checkpoint name, or to ``None`` if the checkpoint has not got it; or a
 function of a parameter's name and tensor that returns the (checkpoint name, tensor) pairs that it becomes, no pair if
 the checkpoint has not got it. What the mapping does not have, or the function returns ``None`` for, is named as if
-nothing was given.
+nothing was given. A tensor that a function returns is read before the function is called again; one that it yields,
+before it is asked for the next.
 """
 
 Form = tuple[torch.Size, torch.dtype]
@@ -49,12 +56,14 @@ class Given:
     def __init__(self, names: Names | None) -> None:
         self._names = names
 
-    def of(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor] | None:
-        """Return the tensors of the checkpoint that a parameter becomes, or ``None`` if nothing was said of it.
+    def of(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """Ask what a parameter becomes: pairs of checkpoint name and tensor, or ``None`` if nothing was said of it.
+
+        What the user's function yields is asked for one by one, as the pairs are taken.
 
         Raises:
             SourceError: the user's function raised, wrote into the tensor, or returned something else than pairs of
-                names and tensors.
+                names and tensors; here, or when a pair is taken.
         """
         if self._names is None:
             return None
@@ -62,17 +71,12 @@ class Given:
             if name not in self._names:
                 return None
             new = self._names[name]
-            return {} if new is None else {new: tensor}
-        written = tensor._version
-        try:
-            with torch.no_grad():
-                said = self._names(name, tensor)
-                pairs = None if said is None else list(said.items() if isinstance(said, Mapping) else said)
-        except Exception as error:
-            raise _bad_names(name, f"it raised {type(error).__name__}: {error}") from error
+            return iter(()) if new is None else iter([(new, tensor)])
+        ask, written = self._names, tensor._version
+        said = _asked(name, lambda: ask(name, tensor))
         if tensor._version != written:
             raise _bad_names(name, "it wrote into the tensor")
-        return None if pairs is None else _checked(name, pairs)
+        return None if said is None else _checked(name, tensor, said)
 
     def unknown(self, names: Iterable[str]) -> list[str]:
         """Return what is said of parameters that the model has not.
@@ -81,6 +85,21 @@ class Given:
             names: those of all its parameters and buffers.
         """
         return sorted(set(self._names).difference(names)) if isinstance(self._names, Mapping) else []
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tensors of the checkpoint that a state dict entry becomes, read together.
+
+    Attributes:
+        forms: shape and dtype of each, by checkpoint name.
+        load: returns the pairs.
+        stays: whether what `load` returns stays as it is while others are read.
+    """
+
+    forms: Mapping[str, Form]
+    load: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    stays: bool
 
 
 class CheckpointNames:
@@ -95,11 +114,8 @@ class CheckpointNames:
     """
 
     def __init__(self, module: nn.Module, names: Names | None = None) -> None:
-        self._module = module
         self._given = Given(names)
-        self._revert = revert_of(module)
-        self._plan: dict[str, dict[str, Form]] = {}
-        self._renamed: dict[str, bool] = {}
+        self._plans: dict[str, _Plan] = {}
         if names is not None and (unknown := self._given.unknown(module.state_dict(keep_vars=True))):
             raise SourceError(
                 "names were given for parameters that the model has not",
@@ -108,49 +124,74 @@ class CheckpointNames:
                 hint="Give names by those of model.state_dict().",
             )
 
-    def of(self, name: str, tensor: torch.Tensor) -> tuple[str, ...]:
-        """Return the checkpoint names that a state dict entry becomes; found out once, on its actual tensor.
+    def parts(self, module: nn.Module, name: str, tensor: torch.Tensor) -> Iterator[Part]:
+        """Yield what a state dict entry becomes in the checkpoint, now; nothing if the user says that it is not there.
+
+        Args:
+            module: the model, unwrapped.
+            name: the entry's name.
+            tensor: the entry.
 
         Raises:
             SourceError: see `Given.of`.
         """
-        return tuple(self._planned(name, tensor))
+        given = self._given.of(name, tensor.detach())
+        if given is None:
+            yield self._converted(module, name, tensor)
+            return
+        for key, to in given:
+            # A view of the parameter is as lasting as that; what else a function returns, it may use again.
+            yield Part({key: (to.shape, to.dtype)}, _constant(key, to), stays=_is_view(to, tensor))
 
-    def forms(self, name: str, tensor: torch.Tensor) -> tuple[Form, ...]:
-        """Return shape and dtype of what a state dict entry becomes, in the order of `of`.
+    def _converted(self, module: nn.Module, name: str, tensor: torch.Tensor) -> Part:
+        revert = revert_of(module)
+        if revert is None:
+            return Part({name: (tensor.shape, tensor.dtype)}, _constant(name, tensor), stays=True)
+        cause = _cause(module, tensor)
+        plan = self._plans.get(name)
+        if plan is None or plan.cause != cause:
+            self._plans[name] = plan = _plan(cause, _reverted(revert, module, name, tensor), tensor)
+        if plan.renamed is not None:
+            return Part(plan.forms, _constant(plan.renamed, tensor), stays=True)
+        return Part(plan.forms, lambda: tuple(_reverted(revert, module, name, tensor).items()), stays=True)
 
-        Raises:
-            SourceError: see `Given.of`.
-        """
-        return tuple(self._planned(name, tensor).values())
 
-    def convert(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return the pairs of checkpoint name and tensor that a state dict entry becomes.
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What transformers makes of a parameter, and what that followed from.
 
-        Raises:
-            SourceError: see `Given.of`.
-        """
-        names = self.of(name, tensor)
-        if self._renamed[name]:
-            return ((names[0], tensor),)
-        return tuple(self._converted(name, tensor).items())
+    Attributes:
+        cause: see `_cause`.
+        forms: shape and dtype of what it becomes, by checkpoint name.
+        renamed: its new name, if a new name is all that it gets.
+    """
 
-    def _planned(self, name: str, tensor: torch.Tensor) -> Mapping[str, Form]:
-        if name not in self._plan:
-            converted = self._converted(name, tensor)
-            self._plan[name] = {key: (to.shape, to.dtype) for key, to in converted.items()}
-            # A mere renaming hands back the same memory; from then on the parameter itself is used.
-            only = next(iter(converted.values())) if len(converted) == 1 else None
-            self._renamed[name] = only is not None and _is_same(only, tensor)
-        return self._plan[name]
+    cause: tuple[object, ...]
+    forms: Mapping[str, Form]
+    renamed: str | None
 
-    def _converted(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        if (given := self._given.of(name, tensor.detach())) is not None:
-            return given
-        if self._revert is None:
-            return {name: tensor}
-        with torch.no_grad():
-            return self._revert(self._module, {name: tensor.detach()})
+
+def _cause(module: nn.Module, tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what a conversion follows from: never from values."""
+    conversions = getattr(module, "_weight_conversions", None)
+    how = tuple(conversions) if isinstance(conversions, list | tuple) else conversions
+    return (type(module), how, tensor.shape, tensor.dtype, tensor.stride(), tensor.device)
+
+
+def _plan(cause: tuple[object, ...], outputs: Mapping[str, torch.Tensor], tensor: torch.Tensor) -> _Plan:
+    # A mere renaming hands back the same memory; then the parameter itself is used.
+    same = [key for key, to in outputs.items() if _is_same(to, tensor)]
+    forms = {key: (to.shape, to.dtype) for key, to in outputs.items()}
+    return _Plan(cause, forms, same[0] if len(outputs) == len(same) == 1 else None)
+
+
+def _reverted(revert: Revert, module: nn.Module, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    with torch.no_grad():
+        return revert(module, {name: tensor.detach()})
+
+
+def _constant(name: str, tensor: torch.Tensor) -> Callable[[], Iterable[tuple[str, torch.Tensor]]]:
+    return lambda: ((name, tensor),)
 
 
 def revert_of(module: nn.Module) -> Revert | None:
@@ -175,17 +216,41 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _checked(name: str, pairs: list[Any]) -> Mapping[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for pair in pairs:
+def _is_view(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Say whether one tensor's elements are some of another's memory."""
+    return part is whole or part.untyped_storage()._cdata == whole.untyped_storage()._cdata
+
+
+_END: Final = object()
+
+
+def _checked(name: str, tensor: torch.Tensor, said: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield pairs as a user's function does, each once it is known to be one."""
+    pairs: Any = said.items() if isinstance(said, Mapping) else said
+    pairs = _asked(name, lambda: iter(pairs))
+    written, seen = tensor._version, set()
+    while True:
+        pair: Any = _asked(name, lambda: next(pairs, _END))
+        if tensor._version != written:
+            raise _bad_names(name, "it wrote into the tensor")
+        if pair is _END:
+            return
         is_pair = isinstance(pair, tuple) and len(pair) == 2
         if not is_pair or not isinstance(pair[0], str) or not isinstance(pair[1], torch.Tensor):
             kinds = [type(item).__name__ for item in pair] if isinstance(pair, tuple) else type(pair).__name__
             raise _bad_names(name, f"it returned {kinds}")
-        if pair[0] in found:
+        if pair[0] in seen:
             raise _bad_names(name, f"it returned {pair[0]} twice")
-        found[pair[0]] = pair[1]
-    return found
+        seen.add(pair[0])
+        yield pair
+
+
+def _asked(name: str, ask: Callable[[], T]) -> T:
+    try:
+        with torch.no_grad():
+            return ask()
+    except Exception as error:
+        raise _bad_names(name, f"it raised {type(error).__name__}: {error}") from error
 
 
 def _bad_names(name: str, found: str) -> SourceError:

@@ -51,6 +51,9 @@ class DeltaPublisher(BasePublisher):
         base: the checkpoint that trainer and engines start from, a local folder with safetensors files.
         names: checkpoint names of a module's parameters, where they are not those that transformers would give: a
             mapping from parameter names, or a function (`trainer_hooks.names.Names`, docs/trainers.md).
+        skip_frozen: do not read a module's parameters that require no gradient while torch's version counters say that
+            nobody wrote them. Saves time and can publish wrong weights: writes through ``.data`` and numpy are missed
+            (docs/publishing.md, "What is compared"). By default everything is compared, always.
         encoding: how changes are written: ``auto`` (the smallest for each tensor), ``absolute`` (the smallest that
             needs no old values), or the name of one encoding, which is forced; ``raw`` is what OpenRL reads. By default
             that which the run was started with, and ``auto`` for a new run.
@@ -94,6 +97,7 @@ class DeltaPublisher(BasePublisher):
         sync_dir: str,
         base: str | Path,
         names: Names | None = None,
+        skip_frozen: bool = False,
         encoding: str | None = None,
         asynchronous: bool = True,
         when_busy: WhenBusy = "wait",
@@ -109,7 +113,7 @@ class DeltaPublisher(BasePublisher):
     ) -> None:
         conduct = Conduct(asynchronous, when_busy, drain_timeout_s)
         self._device_diff = DeviceDiff(diff_on)
-        self._source = source_of(model_or_source, names)
+        self._source = source_of(model_or_source, names, skip_frozen=skip_frozen)
         store = open_store(str(sync_dir), single_writer=single_writer)
         super().__init__(store, conduct, SideUpkeep.of(upkeep, str(sync_dir), str(base), single_writer=single_writer))
         self._base_model = str(base)

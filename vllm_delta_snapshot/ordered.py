@@ -7,12 +7,19 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Final, TypeVar
 
-__all__ = ["ordered_map", "thread_pool"]
+__all__ = ["JOIN", "Join", "ordered_map", "thread_pool"]
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class Join:
+    """Stands between items: what was taken before it is at its end before anything behind it is taken."""
+
+
+JOIN: Final = Join()
 
 
 @contextlib.contextmanager
@@ -26,13 +33,13 @@ def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor | None]:
 
 
 def ordered_map(
-    function: Callable[[T], R], items: Iterable[T], pool: ThreadPoolExecutor | None, *, ahead: int = 4
+    function: Callable[[T], R], items: Iterable[T | Join], pool: ThreadPoolExecutor | None, *, ahead: int = 4
 ) -> Iterator[R]:
     """Yield ``function(item)`` for every item, in their order.
 
     Args:
         function: runs on the pool's threads.
-        items: taken one by one, at most `ahead` before the one whose result is waited for.
+        items: taken one by one, at most `ahead` before the one whose result is waited for, and none over a `JOIN`.
         pool: ``None`` to work in the caller's thread.
         ahead: how many items may be under way.
 
@@ -41,13 +48,15 @@ def ordered_map(
             has not, never begins.
     """
     if pool is None:
-        yield from map(function, items)
+        yield from (function(item) for item in items if not isinstance(item, Join))
         return
     under_way: deque[Future[R]] = deque()
     try:
         for item in items:
-            under_way.append(pool.submit(function, item))
-            if len(under_way) >= ahead:
+            is_end = isinstance(item, Join)
+            if not isinstance(item, Join):
+                under_way.append(pool.submit(function, item))
+            while under_way and (is_end or len(under_way) >= ahead):
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()

@@ -68,7 +68,6 @@ class Trained:
 
     Attributes:
         source: what a publisher is given.
-        module: the model.
         full: returns all of it, by checkpoint name, in its own types; collective.
         step: makes one change; collective.
     """
@@ -362,6 +361,46 @@ def large() -> Trained:
     return Trained(model.module, model.full, model.step)
 
 
+def fsdp2_frozen() -> Trained:
+    """Frozen parameters written in place as a DTensor is: torch counts none of it."""
+    trained = _fsdp2()
+    net: Any = trained.source
+    weights = [net.tower.weight, net.tower.bias]
+
+    def step(number: int) -> None:
+        with torch.no_grad():
+            if number == 1:
+                net.tower.weight.add_(0.5)
+            elif number == 3:
+                torch._foreach_mul_(weights, 1.5)
+            elif number == 4:
+                net.tower.weight.data.sub_(0.25)
+                torch._foreach_add_([weight.data for weight in weights], 1.0)
+            elif number == 5:
+                for weight in weights:
+                    weight.to_local().numpy()[...] += 1  # an alias that torch knows nothing of
+            elif number == 6:
+                weights[0].to_local().data.neg_()
+                weights[1].copy_(weights[1] * 3)
+
+    return Trained(net, trained.full, step)
+
+
+def partials_lent() -> Trained:
+    """An exporter with one buffer, which it fills again for every box."""
+    trained = partials()
+
+    def export() -> Iterator[Any]:
+        buffer = torch.empty(1024, dtype=torch.float64)
+        for item in trained.source():
+            partial = item if isinstance(item, PartialTensor) else PartialTensor(*item)
+            lent = buffer.view(partial.tensor.dtype)[: partial.tensor.numel()].view(partial.tensor.shape)
+            yield PartialTensor(partial.name, lent.copy_(partial.tensor), partial.offsets)
+            buffer.fill_(float("nan"))
+
+    return Trained(export, trained.full, trained.step)
+
+
 CASES: dict[str, tuple[int, Callable[[], Trained]]] = {
     "fsdp2": (4, fsdp2),
     "fsdp2 mixed precision": (2, fsdp2_mixed_precision),
@@ -373,6 +412,8 @@ CASES: dict[str, tuple[int, Callable[[], Trained]]] = {
     "fsdp1": (4, fsdp1),
     "fsdp1 mixed precision": (2, fsdp1_mixed_precision),
     "partials": (4, partials),
+    "fsdp2 frozen": (2, fsdp2_frozen),
+    "partials lent": (2, partials_lent),
     "large": (2, large),
 }
 """By name: how many processes, and the model."""

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from vllm_delta_snapshot.ordered import ordered_map, thread_pool
+from vllm_delta_snapshot.ordered import JOIN, Join, ordered_map, thread_pool
 
 
 @pytest.fixture(params=[1, 2, 5], ids="threads: {}".format)
@@ -113,3 +113,39 @@ def test_single_thread_is_the_callers(threads: int) -> None:
     with thread_pool(threads) as pool:
         assert pool is None
     assert next(ordered_map(lambda _: threading.current_thread(), [1], None)) is threading.current_thread()
+
+
+def test_nothing_is_taken_over_a_join_before_all_before_it_is_done(pool: ThreadPoolExecutor | None) -> None:
+    done: list[int] = []
+    late = threading.Event()
+
+    def work(item: int) -> int:
+        if item % 3 == 0:
+            late.wait(0.01)  # the last to end
+        done.append(item)
+        return item
+
+    def items() -> Iterator[int | Join]:
+        for item in range(9):
+            yield item
+            if item % 3 == 2:
+                yield JOIN
+                assert sorted(done) == list(range(item + 1))
+        yield JOIN
+        yield JOIN
+
+    assert list(ordered_map(work, items(), pool)) == list(range(9))
+
+
+def test_nothing_is_taken_over_a_join_after_a_failure(pool: ThreadPoolExecutor | None) -> None:
+    taken: list[int] = []
+
+    def items() -> Iterator[int | Join]:
+        for item in range(3):
+            taken.append(item)
+            yield item
+            yield JOIN
+
+    with pytest.raises(ZeroDivisionError):
+        list(ordered_map(lambda item: 1 // (1 - item), items(), pool))
+    assert taken == [0, 1]

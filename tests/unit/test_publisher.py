@@ -325,8 +325,8 @@ def test_odd_note_is_recorded_or_refused_with_our_error(
 class CountingSource:
     """A module's source that counts how often every tensor is read."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.source = ModuleSource(module)
+    def __init__(self, module: nn.Module, *, skip_frozen: bool = True) -> None:
+        self.source = ModuleSource(module, skip_frozen=skip_frozen)
         self.reads: Counter[str] = Counter()
 
     def items(self, specs: Mapping[str, TensorSpec]) -> Iterator[SourceItem]:
@@ -356,14 +356,20 @@ class Frozen(nn.Module):
         self.warm = nn.Parameter(torch.randn(4))
 
 
-def frozen_publisher(tmp_path: Path) -> tuple[Frozen, CountingSource, DeltaPublisher]:
+def frozen_publisher(tmp_path: Path, *, skip_frozen: bool = True) -> tuple[Frozen, CountingSource, DeltaPublisher]:
     module = Frozen()
     write_checkpoint(tmp_path / "base", {name: p.detach().clone() for name, p in module.named_parameters()})
-    source = CountingSource(module)
+    source = CountingSource(module, skip_frozen=skip_frozen)
     return module, source, open_publisher(source, tmp_path)
 
 
-def test_frozen_parameter_is_read_once_and_then_skipped(tmp_path: Path):
+def test_everything_is_read_by_every_publication(tmp_path: Path):
+    _, source, publisher = frozen_publisher(tmp_path, skip_frozen=False)
+    for _ in range(3):
+        assert source.read_by(publisher.publish) == {"cold", "warm"}
+
+
+def test_frozen_parameter_is_read_once_and_then_skipped_where_that_is_asked_for(tmp_path: Path):
     _, source, publisher = frozen_publisher(tmp_path)
     assert source.read_by(publisher.publish) == {"cold", "warm"}
     assert source.read_by(publisher.publish) == {"warm"}

@@ -116,12 +116,17 @@ def test_value_that_is_no_tensor_is_refused():
 
 
 def fingerprint(module: nn.Module) -> object:
-    [item] = [item for item in ModuleSource(module).items(specs_of("weight", "bias")) if item.names == ("weight",)]
+    source = ModuleSource(module, skip_frozen=True)
+    [item] = [item for item in source.items(specs_of("weight", "bias")) if item.names == ("weight",)]
     return item.fingerprint
 
 
 def frozen() -> nn.LayerNorm:
     return nn.LayerNorm(64).requires_grad_(False)
+
+
+def test_no_parameter_makes_a_promise_unless_told_to():
+    assert [item.fingerprint for item in ModuleSource(frozen()).items(specs_of("weight", "bias"))] == [None, None]
 
 
 def test_trainable_parameter_makes_no_promise():

@@ -1,6 +1,7 @@
 """A transformers model is published under the names that `save_pretrained` writes; wrappers change nothing.
 
-The one fast test module that imports transformers (and, by way of the wrappers, torch's compiler): both are slow.
+Beside test_frozen.py the one fast test module that imports transformers (and, by way of the wrappers, the compiler of
+torch): both are slow.
 """
 
 from pathlib import Path
@@ -242,13 +243,15 @@ def test_model_that_is_not_the_bases_is_refused(moe: tuple[PreTrainedModel, Path
 
 def test_renamed_parameter_is_handed_out_itself(moe: tuple[PreTrainedModel, Path]):
     names, weight = CheckpointNames(moe[0]), moe[0].lm_head.weight
-    [(name, tensor)] = names.convert("lm_head.weight", weight)
+    [part] = names.parts(moe[0], "lm_head.weight", weight)
+    [(name, tensor)] = part.load()
     assert (name, tensor.data_ptr()) == ("lm_head.weight", weight.data_ptr())
 
 
 def test_plain_module_keeps_its_names():
     module = nn.Linear(2, 2)
-    assert CheckpointNames(module).of("weight", module.weight) == ("weight",)
+    [part] = CheckpointNames(module).parts(module, "weight", module.weight)
+    assert part.forms == {"weight": (module.weight.shape, module.weight.dtype)}
 
 
 def test_compiled_model_has_the_names_of_the_model(moe: tuple[PreTrainedModel, Path]):

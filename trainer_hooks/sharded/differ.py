@@ -17,7 +17,9 @@ from trainer_hooks.diff import PIECE_ELEMENTS, Piece, TensorDiff, check_dtype
 from trainer_hooks.differ import diff_pieces
 from trainer_hooks.sharded.baseline import HeldSegment, ShardBaseline
 from trainer_hooks.sharded.source import Shard, ShardSource
+from trainer_hooks.source import refuse_unreadable
 from vllm_delta_snapshot.errors import SourceError
+from vllm_delta_snapshot.ordered import JOIN, Join
 
 __all__ = ["ShardDiffer", "ShardFingerprints"]
 
@@ -72,7 +74,7 @@ class ShardDiffer:
             started = time.monotonic()
         self.seconds += time.monotonic() - started
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[Piece | Join]:
         missing = set(self._owned)
         for read in self._source.read(self._owned.keys()):
             if read.number not in self._owned:
@@ -85,6 +87,8 @@ class ShardDiffer:
                 if self._known.get(read.number) == read.fingerprint:
                     continue
             yield from self._pieces_of(self._owned[read.number], self._baseline.of(read.number), read.load())
+            if not read.stays:
+                yield JOIN
         if missing:
             raise SourceError("a shard is missing", tensor=", ".join(self._owned[n].key for n in sorted(missing)[:8]))
 
@@ -96,6 +100,7 @@ class ShardDiffer:
                 expected=f"{shard.runs.size} elements",
                 found=f"shape {list(flat.shape)}",
             )
+        refuse_unreadable(shard.key, flat)
         for held in segments:
             check_dtype(held.spec, flat.dtype)
             runs, size = held.segment.runs, held.bits.size

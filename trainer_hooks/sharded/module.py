@@ -26,16 +26,15 @@ __all__ = ["ShardedModuleSource"]
 class ShardedModuleSource:
     """See the module and `ShardSource`.
 
-    A parameter that does not require a gradient is read at the first publication and then only when it was replaced or
-    written in place, where it is a DTensor or plain; see `trainer_hooks.ModuleSource`.
-
     Args:
         module: the model, as it is trained.
         names: see `trainer_hooks.ModuleSource`; of parameters without what wrappers put into their names. A function is
             asked about stand-ins without weights, and has to return ranges of consecutive elements of them.
+        skip_frozen: see `ShardedPublisher`.
     """
 
-    def __init__(self, module: nn.Module, names: Names | None = None) -> None:
+    def __init__(self, module: nn.Module, names: Names | None = None, *, skip_frozen: bool = False) -> None:
+        self._skip_frozen = skip_frozen
         self._module = unwrap(module)
         self._given = Given(names)
         self._places: list[Place] = []
@@ -81,7 +80,8 @@ class ShardedModuleSource:
         reshard(self._module)
         for number in sorted(owned):
             place = self._places[number]
-            yield ShardRead(number, place.load, place.fingerprint())
+            fingerprint = place.fingerprint() if self._skip_frozen else None
+            yield ShardRead(number, place.load, fingerprint, stays=True)
 
 
 def _held_by(root: nn.Module) -> Iterator[Held]:

@@ -78,7 +78,7 @@ class NamePlan:
         """
         # Of the type of the digits: what an output's type differs in, was converted.
         stand_in = torch.empty(shape, dtype=torch.int16, device="meta")
-        given = self._given.of(name, stand_in)
+        given = self._said(name, stand_in)
         if given is None and self._revert is None:
             return (Range(name, tuple(shape), 0),)
         outputs = self._reverted(name, stand_in) if given is None else given
@@ -122,8 +122,12 @@ class NamePlan:
 
     def _outputs(self, name: str, shape: torch.Size, shift: int, mask: int = 0) -> Mapping[str, torch.Tensor]:
         digits = _digits(math.prod(shape), shift, mask).view(shape)
-        given = self._given.of(name, digits)
+        given = self._said(name, digits)
         return self._reverted(name, digits) if given is None else given
+
+    def _said(self, name: str, stand_in: torch.Tensor) -> Mapping[str, torch.Tensor] | None:
+        pairs = self._given.of(name, stand_in)
+        return None if pairs is None else dict(pairs)
 
     def _reverted(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
         assert self._revert is not None  # noqa: S101 - asked of models that have one

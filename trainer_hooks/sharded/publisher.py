@@ -32,7 +32,7 @@ from trainer_hooks.sharded.published import ShardPublished
 from trainer_hooks.sharded.ranks import JSON, Ranks
 from trainer_hooks.sharded.source import PartialSource, ShardSource
 from trainer_hooks.sharded.writing import Place, ShardWriting
-from trainer_hooks.source import refuse_names
+from trainer_hooks.source import refuse_of_no_module
 from trainer_hooks.upkeep import SideUpkeep
 from trainer_hooks.writing import WritingRules, default_buffer_bytes
 from vllm_delta_snapshot.checkpoint import Checkpoint
@@ -64,6 +64,8 @@ class ShardedPublisher(BasePublisher):
             Every rank reads its own part of it.
         names: see `DeltaPublisher`; the same on all ranks. A function is asked about stand-ins without weights, and has
             to return ranges of consecutive elements of them.
+        skip_frozen: see `DeltaPublisher`; of a `DTensor` torch counts no writes at all, so one that is frozen is then
+            only read when it is replaced.
         encoding: see `DeltaPublisher`. OpenRL cannot read what several ranks write, whatever the encoding.
         group: the ranks that hold the model together; by default all.
         asynchronous: see `DeltaPublisher`.
@@ -96,6 +98,7 @@ class ShardedPublisher(BasePublisher):
         sync_dir: str,
         base: str | Path,
         names: Names | None = None,
+        skip_frozen: bool = False,
         encoding: str | None = None,
         group: dist.ProcessGroup | None = None,
         asynchronous: bool = True,
@@ -120,7 +123,7 @@ class ShardedPublisher(BasePublisher):
         self._untold: BaseException | None = None
 
         def prepare() -> Store:
-            self._source = shard_source_of(model_or_source, names)
+            self._source = shard_source_of(model_or_source, names, skip_frozen=skip_frozen)
             self._base = Checkpoint(base)
             if (kernel := load_kernel()) is not None:
                 kernel.warm_up(self._base.specs.values())
@@ -278,19 +281,20 @@ class ShardedPublisher(BasePublisher):
 _AGAIN = "The next publication carries its changes."
 
 
-def shard_source_of(model_or_source: object, names: Names | None = None) -> ShardSource:
+def shard_source_of(model_or_source: object, names: Names | None = None, *, skip_frozen: bool = False) -> ShardSource:
     """Turn what the user gave into a source of shards.
 
     Args:
         model_or_source: see `ShardedPublisher`.
         names: see there.
+        skip_frozen: see there.
 
     Raises:
-        SourceError: it is none of the kinds that are understood, or names were given for something else than a module.
+        SourceError: it is none of the kinds that are understood, or what is for modules was given for something else.
     """
     if isinstance(model_or_source, nn.Module):
-        return ShardedModuleSource(model_or_source, names)
-    refuse_names(model_or_source, names)
+        return ShardedModuleSource(model_or_source, names, skip_frozen=skip_frozen)
+    refuse_of_no_module(model_or_source, names, skip_frozen=skip_frozen)
     if isinstance(model_or_source, ShardSource):
         return model_or_source
     if callable(model_or_source):

@@ -16,7 +16,7 @@ import torch
 
 from trainer_hooks.fit import misfit_of
 from trainer_hooks.sharded.runs import Runs
-from trainer_hooks.source import refuse_unreadable
+from trainer_hooks.source import all_exist, refuse_unreadable
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.types import TensorSpec
 
@@ -77,12 +77,16 @@ class ShardRead:
     Attributes:
         number: which of the plan's it is.
         load: returns its elements, flat, on any device; called at most once.
-        fingerprint: equal fingerprints promise equal values; ``None`` makes no promise.
+        fingerprint: equal fingerprints promise equal values, and what is unchanged by it is not read; ``None`` makes no
+            promise.
+        stays: whether the elements stay as they are while later shards are asked for. If not, they are read before the
+            source is asked for the next.
     """
 
     number: int
     load: Callable[[], torch.Tensor]
     fingerprint: Hashable | None = None
+    stays: bool = False
 
 
 @runtime_checkable
@@ -131,7 +135,9 @@ class PartialSource:
     """Tensors, or boxes of them, under their checkpoint names, from anything that can be iterated again and again.
 
     For exporters such as Megatron's. Every rank iterates its own; where several have the same box one of them
-    publishes it. Starting iterates once to learn the boxes; every later pass must have the same ones, in any order.
+    publishes it. Starting iterates once to learn the boxes; every later pass must have the same ones, in any order. The
+    tensors of a list or a tuple stay as they are; of anything else each is read before the next is
+    asked for, since it may lie in the same memory.
 
     Args:
         partials: a function that returns a fresh iterable of `PartialTensor`, or of (checkpoint name, full tensor).
@@ -148,7 +154,7 @@ class PartialSource:
         shards: list[Shard] = []
         names: set[str] = set()
         misfits: list[str] = []
-        for partial in self._pass():
+        for partial, _ in self._pass():
             spec = specs.get(partial.name)
             refuse_unreadable(partial.name, partial.tensor)
             if spec is None:
@@ -170,7 +176,7 @@ class PartialSource:
     def read(self, owned: Collection[int]) -> Iterator[ShardRead]:
         """See `ShardSource.read`. Iterates to the end, whatever is owned: an exporter may be collective."""
         del owned
-        for partial in self._pass():
+        for partial, stays in self._pass():
             refuse_unreadable(partial.name, partial.tensor)
             spec = self._specs.get(partial.name)
             runs = None if spec is None or _outside(spec, partial) else _box(spec, partial)
@@ -184,11 +190,14 @@ class PartialSource:
                     found=f"shape {list(partial.tensor.shape)} at {partial.offsets}",
                     hint="Start a new publisher after a change of the parallel layout.",
                 )
-            yield ShardRead(number, _constant(partial.tensor))
+            yield ShardRead(number, _constant(partial.tensor), stays=stays)
 
-    def _pass(self) -> Iterator[PartialTensor]:
-        for item in self._partials():
-            yield item if isinstance(item, PartialTensor) else PartialTensor(*item)
+    def _pass(self) -> Iterator[tuple[PartialTensor, bool]]:
+        """Yield the boxes, and whether they stay while later ones are asked for."""
+        given = self._partials()
+        stays = all_exist(given)
+        for item in given:
+            yield item if isinstance(item, PartialTensor) else PartialTensor(*item), stays
 
 
 def _constant(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
