@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast processor test-processor test-vllm test-skyrl lint typecheck format pictures docs bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply bench-gpu-diff fuzz faults package licences clean
+.PHONY: help setup demo test test-fast processor test-processor test-compiled test-vllm test-skyrl lint typecheck format pictures docs bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply bench-gpu-diff fuzz faults package licences clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ processor: $(STAMPS)/base  ## Say which instructions this processor has, and wha
 
 test-processor: $(STAMPS)/engine $(STAMPS)/adapters  ## The tests on engines, as on a lower processor: make test-processor LEVEL=avx2, avx512 or avx512_bf16
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.support.processor $(LEVEL) -m pytest tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-compiled: $(STAMPS)/engine $(STAMPS)/adapters  ## The tests on engines, all of them compiled as vLLM does by default (needs g++; about an hour on 2 cores)
+	DELTA_SNAPSHOT_TEST_COMPILED=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-vllm:  ## The tests on an engine, with another vLLM: make test-vllm VERSION=0.31.0 (makes a .venv-vllm-... of its own)
 	$(MAKE) VENV=$(OTHER) $(OTHER)/.stamps/vllm-$(VERSION) $(OTHER)/.stamps/adapters

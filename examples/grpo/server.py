@@ -119,6 +119,7 @@ class VllmServer:
             "--seed": "0",
             "--weight-transfer-config": '{"backend": "delta_snapshot"}',
         }
+        # Eager, for a machine without a C++ compiler, and because two servers would compile longer than they serve.
         # Seeded requests crash vLLM 0.32's CPU backend when a prompt is prefilled in chunks, so none is.
         flags = ["--enforce-eager", "--no-enable-chunked-prefill"]
         arguments = [text for option in options.items() for text in option]

@@ -16,6 +16,7 @@ SLOW_TARGETS = {
     "test-fast": "runs this",
     "test-vllm": "makes an environment of its own, and runs this",
     "test-processor": "runs this",
+    "test-compiled": "runs this",
     "test-skyrl": "makes an environment of its own, from the network",
     "fuzz": "makes an environment of its own, from the network",
     "faults": "minutes, and writes docs/faults.md",

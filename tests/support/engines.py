@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.compilers import ALL_COMPILED
 from tests.support.digests import digests_in_worker
 from tests.support.processor import lower
 
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8], [9, 8, 7], [100, 200, 300, 400])
-
-ALL_COMPILED = bool(os.environ.get("DELTA_SNAPSHOT_TEST_COMPILED"))
-"""Whether engines are compiled, as vLLM does by default, also where a test does not ask for it (make test-compiled)."""
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",

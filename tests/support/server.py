@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.compilers import ALL_COMPILED
 from tests.support.digests import merged
 from vllm_delta_snapshot.drive import ServerClient
 
-ALL_COMPILED = bool(os.environ.get("DELTA_SNAPSHOT_TEST_COMPILED"))
 _ROOT = Path(__file__).parents[2]
 _RANDOM = random.SystemRandom()
 _ENVIRONMENT = {

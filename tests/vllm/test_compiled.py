@@ -5,15 +5,18 @@ Every version changes every tensor, so one weight that compiled code had kept wo
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.support.cli import Outcome
+from tests.support.compilers import ALL_COMPILED, CAN_COMPILE
 from tests.support.digests import unchanged
-from tests.support.engines import ALL_COMPILED, Engine, engine
+from tests.support.engines import PROMPTS, Engine, engine
+from tests.support.server import CheckedServer, ServerProcess, servers
 from tests.support.tiny_models import ARCHITECTURES, WEIGHTS_ONLY, make_model, train_step
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
@@ -23,7 +26,7 @@ from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
-pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="vLLM compiles with a C++ compiler: c++ is missing")
+pytestmark = pytest.mark.skipif(not CAN_COMPILE, reason="vLLM compiles with a C++ compiler: there is none")
 
 _FEW: dict[str, dict[str, Any]] = {
     "qwen2_bias": {},
@@ -47,6 +50,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _is_compiled(live: Engine) -> bool:
     inner = live.model.model
     return bool(inner.compiled) and not inner.do_not_compile
+
+
+def _recreate(model: Any, name: str) -> None:
+    """Put a weight of a module into another parameter, elsewhere: compiled code must look for it anew."""
+    module = model.model.get_submodule(name)
+    kept = module.weight
+    module.weight = torch.nn.Parameter(kept.detach().clone(), requires_grad=False)
+    module.weight.__dict__.update(kept.__dict__)
+    kept.data.fill_(float("nan"))
 
 
 def _is_kept_apart(live: Engine) -> bool:
@@ -76,6 +88,8 @@ def test_compiled_engine_answers_after_updates_as_a_fresh_one(architecture: str,
         for number in (1, 2, 3):
             train_step(model, number)
             publisher.publish(step=number)
+            if number == 3:
+                _recreate(live.model, "norm")
             if number != 2:  # the second is missed, and merged into the third
                 sync_llm(live.llm, number)
         after = live.checksums(), live.answers()
@@ -95,8 +109,6 @@ def test_compiled_engine_answers_after_updates_as_a_fresh_one(architecture: str,
 
 def test_engine_whose_compiler_froze_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights change and its answers do not: nothing but the refusal stands between that and a wrong sample."""
-    import torch
-
     make_model("qwen3", tmp_path / "base")
     monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")  # with it, freezing fails before anything is served
     settings = {"inductor_compile_config": {"max_autotune": True}}
@@ -112,3 +124,43 @@ def test_engine_whose_compiler_froze_weights_is_refused(tmp_path: Path, monkeypa
         del live.worker.vllm_config.compilation_config.inductor_compile_config["max_autotune"]
         with pytest.raises(CompatibilityError, match="weights frozen into torch"):
             live.init()
+
+
+def test_compiled_server_of_two_workers_is_brought_to_a_version_and_back_by_the_commands(tmp_path: Path) -> None:
+    base, sync_dir, final = tmp_path / "base", tmp_path / "run", tmp_path / "final"
+    model = make_model("qwen3", base)
+    with DeltaPublisher(model, sync_dir=str(sync_dir), base=base) as publisher:
+        for number in (1, 2):
+            train_step(model, number)
+            publisher.publish(step=number)
+    materialize(RunFolder(open_store(str(sync_dir))), Checkpoint(base), 2, final)
+    options = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "DELTA_SNAPSHOT_STAGE_DIR": str(tmp_path / "stage")}
+    live, fresh = (
+        ServerProcess(folder, tmp_path / f"{folder.name}.log", *options, is_compiled=True, **environment)
+        for folder in (base, final)
+    )
+    with servers(live):
+        before = live.client.checksums(), _answers(live.client)
+        Outcome("sync", sync_dir, "--server", live.client.url, "--version", 1).assert_ok()
+        Outcome("sync", sync_dir, "--server", live.client.url).assert_ok()
+        after = live.client.checksums(), _answers(live.client)
+        Outcome("verify", "--server", live.client.url).assert_ok()
+        Outcome("sync", sync_dir, "--server", live.client.url, "--version", 0, "--allow-rollback").assert_ok()
+        assert (live.client.checksums(), _answers(live.client)) == before
+    with servers(fresh):
+        assert (fresh.client.checksums(), _answers(fresh.client)) == after
+    assert "Warming up model for the compilation" in live.log.read_text(errors="replace")
+    assert unchanged(before[0], after[0]) == []
+    assert before[1] != after[1]
+
+
+def _answers(client: CheckedServer) -> list[Any]:
+    """Return greedy tokens for the fixed prompts, each with its log-probability."""
+    found = []
+    for prompt in PROMPTS:
+        body = {"model": "m", "prompt": list(prompt), "max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+        body |= {"logprobs": 1, "return_tokens_as_token_ids": True, "detokenize": False, "return_token_ids": True}
+        choice = client.request("POST", "/v1/completions", body)["choices"][0]
+        found.append((choice["token_ids"], choice["logprobs"]["token_logprobs"]))
+    return found

@@ -13,6 +13,7 @@ from tests.docs.commands import arguments_of_server, check_server
 from tests.docs.reading import Library
 from tests.docs.shell import statements
 from tests.docs.world import World
+from tests.support.compilers import CAN_COMPILE
 from tests.support.server import ServerProcess
 from tests.support.stub_server import EngineStub, answering
 from tests.support.tiny_tokenizer import save_tokenizer
@@ -41,7 +42,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
     save_tokenizer(world.base)
     options = ("--no-skip-tokenizer-init", "--logprobs-mode", "processed_logprobs", *options_of_readme())
     environment = {"DELTA_SNAPSHOT_STAGE_DIR": str(folder / "stage")} | world.store("s3").environment
-    server = ServerProcess(world.base, folder / "node1.log", *options, **environment)
+    environment |= {"VLLM_CACHE_ROOT": str(folder / "cache")}
+    log = folder / "node1.log"
+    server = ServerProcess(world.base, log, *options, is_compiled=CAN_COMPILE, **environment)  # as the pages start one
     server.start()
     try:
         with answering(EngineStub()) as stub, Library(world) as found:

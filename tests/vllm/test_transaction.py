@@ -20,6 +20,7 @@ from vllm_delta_snapshot.drive import sync_llm
 from vllm_delta_snapshot.engine import apply, transaction
 from vllm_delta_snapshot.engine.lanes import LiveLane
 from vllm_delta_snapshot.engine.live import scatter
+from vllm_delta_snapshot.engine.load_plan import fingerprint_of
 from vllm_delta_snapshot.engine.updates import Update
 from vllm_delta_snapshot.errors import ApplyError, VerifyError, WeightsUncertain
 from vllm_delta_snapshot.materialize import materialize
@@ -72,6 +73,7 @@ def test_engine_survives_failed_updates_and_takes_special_values_exactly(
         sync_llm(live.llm, 1)
         assert live.checksums() != old[0]
         _follow_parameters_that_were_recreated(live, model, publisher)
+        _refuse_moved_weights_where_graphs_are_captured(live, monkeypatch)
         for way in ("loader", "scatter"):
             live.init(sync_dir=str(sync_dir), apply=way)
             _take_special_values(live, model, publisher, base, tmp_path / way)
@@ -97,6 +99,22 @@ def _follow_parameters_that_were_recreated(live: Engine, model: Any, publisher: 
     sync_llm(live.llm, version)
     trained = bits_of(model.get_parameter(name).to(torch.bfloat16).reshape(-1))
     assert bits_of(weight.reshape(-1)).tolist() == trained.tolist()
+
+
+def _refuse_moved_weights_where_graphs_are_captured(live: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are none on a CPU; with them what was just followed would be followed by no graph."""
+    from vllm.config import CUDAGraphMode
+
+    moved = r"elsewhere after CUDA graphs had been captured.*model\.layers\.0\.mlp\.down_proj\.weight\. .*restart"
+    with monkeypatch.context() as patched:
+        patched.setattr(live.worker.vllm_config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE)
+        with pytest.raises(WeightsUncertain, match=moved):
+            live.llm.start_weight_update()
+        with pytest.raises(WeightsUncertain, match=moved):
+            live.init()
+        patched.setattr(live.backend, "_as_loaded", fingerprint_of(live.model))
+        live.llm.start_weight_update()
+        live.llm.finish_weight_update()
 
 
 def _take_special_values(live: Engine, model: Any, publisher: DeltaPublisher, base: Path, tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from vllm_delta_snapshot.engine.agree import agree
 from vllm_delta_snapshot.engine.compat import check_vllm, checkpoint_folder
+from vllm_delta_snapshot.engine.compiled import refuse_moved_weights
 from vllm_delta_snapshot.engine.fitness import Fitness, check_fitness
 from vllm_delta_snapshot.engine.full_check import check_all
-from vllm_delta_snapshot.engine.load_plan import LoadPlan
+from vllm_delta_snapshot.engine.load_plan import LoadPlan, fingerprint_of
 from vllm_delta_snapshot.engine.log import logger
 from vllm_delta_snapshot.engine.messages import DeltaSnapshotInitInfo, DeltaSnapshotUpdateInfo
 from vllm_delta_snapshot.engine.reload import BitsOf
@@ -51,6 +52,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         check_vllm()
+        self._as_loaded = fingerprint_of(model)  # vLLM captures graphs later
         self._handoff: Handoff | None = None
         self._fitness = Fitness(LoadPlan(), {})
         self._at = Weights("", 0, "")
@@ -73,8 +75,10 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
 
         Raises:
             TensorRefused: layers or tensors that cannot be updated exactly; named.
+            CompatibilityError: compiled code may hold weights of its own.
             BaseMismatch: the live weights are not the checkpoint's, or the checkpoint is not of this run.
             RunMismatch: the weights are already a version of another run.
+            WeightsUncertain: this worker must not serve.
             DeltaSnapshotError: the run, the store or the checkpoint cannot be read.
         """
         self._require_certain()
@@ -340,6 +344,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
                 "an earlier update failed half-way and could not be undone",
                 hint="Do not resume this engine: restart it; it catches up by itself.",
             )
+        refuse_moved_weights(self.vllm_config, self.model, self._as_loaded)
 
     def _require_ready(self) -> None:
         if not self._is_ready:

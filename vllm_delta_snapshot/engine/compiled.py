@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compiled code may know of weights beside where they lie: nothing, or the engine is refused.
+"""What compiled code and captured graphs may know of weights: where they lie, and nothing else.
 
 vLLM compiles models by default. Code that reads weights by their parameters at each call sees every update. A compiler
 that folds them into what it compiles has copies that no update reaches: the weights would be right, and the answers
-old. Inductor does so when it freezes, which vLLM's CPU backend turns on with ``max_autotune``.
+old. Inductor does so when it freezes, which vLLM's CPU backend has it do with ``max_autotune``. That is refused.
+
+CUDA graphs read the addresses that weights had when they were captured. Updates keep them; if something else has put
+weights elsewhere since the model was loaded, the graphs read memory that is nobody's, and the engine must not serve.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ import sys
 from types import ModuleType
 from typing import Any, Final
 
+import torch
+
 from vllm_delta_snapshot.engine.cpu import is_ours
 from vllm_delta_snapshot.engine.cpu_linear import linear_for
-from vllm_delta_snapshot.errors import CompatibilityError
+from vllm_delta_snapshot.engine.load_plan import Fingerprint, fingerprint_of
+from vllm_delta_snapshot.errors import CompatibilityError, WeightsUncertain
 
-__all__ = ["keep_caches_apart", "refuse_folded_weights"]
+__all__ = ["keep_caches_apart", "refuse_folded_weights", "refuse_moved_weights"]
 
 _MARK: Final = "_delta_snapshot_apart"
 _KNOWN: Final = frozenset({"", "eager", "aot_eager", "inductor", "cudagraphs"})
@@ -47,6 +53,31 @@ def refuse_folded_weights(config: Any) -> None:
         )
 
 
+def refuse_moved_weights(config: Any, model: torch.nn.Module, as_loaded: Fingerprint) -> None:
+    """Refuse an engine with captured graphs whose weights lie elsewhere than when they were captured. Reads no weight.
+
+    Args:
+        config: vLLM's configuration of the engine.
+        model: the live model.
+        as_loaded: where its tensors lay when it had been loaded, before any graph was captured.
+
+    Raises:
+        WeightsUncertain: the graphs read weights that no update reaches; names those that moved.
+    """
+    if not _captures(getattr(config, "compilation_config", None)):
+        return
+    now = fingerprint_of(model)
+    if now == as_loaded:
+        return
+    there = frozenset(now)
+    moved = [name for name, *rest in as_loaded if (name, *rest) not in there] or [name for name, *_ in now]
+    raise WeightsUncertain(
+        "weights were put elsewhere after CUDA graphs had been captured, which go on reading the old place",
+        tensor=", ".join(moved[:5]),
+        hint="Do not resume this engine: restart it, or start it with --enforce-eager.",
+    )
+
+
 def keep_caches_apart(module: ModuleType) -> None:
     """Act on ``vllm.compilation.caching``: code compiled for packed weights is not for plain ones. Does nothing twice.
 
@@ -65,6 +96,13 @@ def keep_caches_apart(module: ModuleType) -> None:
 
     setattr(aot_compile_hash_factors, _MARK, True)
     caching.aot_compile_hash_factors = aot_compile_hash_factors
+
+
+def _captures(compilation: Any) -> bool:
+    if compilation is None:
+        return False
+    mode = getattr(compilation, "cudagraph_mode", None)
+    return getattr(mode, "name", "NONE") != "NONE" or compilation.backend == "cudagraphs"
 
 
 def _why_folded(compilation: Any, *, is_cpu: bool) -> str | None:

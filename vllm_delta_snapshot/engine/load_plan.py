@@ -22,7 +22,7 @@ from vllm_delta_snapshot.errors import ApplyError
 from vllm_delta_snapshot.stage.places import Box, PlaceMap
 from vllm_delta_snapshot.types import TensorSpec
 
-__all__ = ["LoadPlan", "PlanSummary", "record_load_plan"]
+__all__ = ["Fingerprint", "LoadPlan", "PlanSummary", "fingerprint_of", "record_load_plan"]
 
 Fingerprint = tuple[tuple[str, int, torch.Size, tuple[int, ...], torch.dtype], ...]
 """Where a model's tensors lie: name, address, shape, stride, type."""

@@ -62,7 +62,7 @@ def _engine(model: str, options: Mapping[str, Any]) -> Iterator[Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     settings: dict[str, Any] = {
-        "enforce_eager": True,
+        "enforce_eager": True,  # where weights lie is the same compiled, and nothing is generated
         "max_model_len": 64,
         "max_num_seqs": 1,
         # Nothing is generated; by default vLLM would take most of the memory that there is.
