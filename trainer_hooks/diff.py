@@ -281,6 +281,7 @@ def check_castable(spec: TensorSpec, tensor: torch.Tensor) -> None:
             tensor=spec.name,
             expected=spec,
             found=f"{tensor.dtype} {list(tensor.shape)}",
+            hint="Give it in the shape of the base checkpoint.",
         )
     check_dtype(spec, tensor.dtype)
 

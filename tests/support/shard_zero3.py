@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tests.support.checkpoints import write_checkpoint
 from tests.support.shards import Net, served
 from trainer_hooks import ShardedPublisher
+from vllm_delta_snapshot.errors import DeltaSnapshotError
 
 SIZE = 3
 STEPS = 3
@@ -56,13 +57,26 @@ def train(rank: int, work: Path) -> dict[str, Any]:
     )
     versions = []
     for number in range(1, STEPS + 1):
-        engine.backward(engine(torch.arange(6) + rank))
-        engine.step()
+        if number < STEPS:
+            engine.backward(engine(torch.arange(6) + rank))
+            engine.step()
+        else:  # a frozen one, as a trainer moves a router's bias
+            with deepspeed.zero.GatheredParameters([net.tower.bias], modifier_rank=0):
+                net.tower.bias.data.add_(rank + 1)
         versions.append(publisher.publish(step=number).report.changed_elements)
         state = full()
         if rank == 0:
             save_file(state, work / f"expected-{number}.safetensors")
-    return {"changed": versions, "elements": publisher._published.baseline.elements}
+    refused = ""
+    engine(torch.arange(6))  # gathers, and keeps the small ones so
+    assert net.norm.bias.numel() == 7, "small parameters do not stay gathered any more"
+    publisher.publish()
+    net.norm.bias.data.add_(1)  # a write that training will not keep
+    try:
+        publisher.publish()
+    except DeltaSnapshotError as error:
+        refused = str(error)
+    return {"changed": versions, "elements": publisher._published.baseline.elements, "refused": refused}
 
 
 def main(work: Path) -> list[Any]:

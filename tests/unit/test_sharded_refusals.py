@@ -177,13 +177,15 @@ def test_zero3_with_a_secondary_partition_is_refused():
 
 
 def test_parameter_of_another_shape_than_at_the_start_is_refused():
-    one = held(torch.zeros(4))
-    place = place_of(one, {})
-    one.module.w = nn.Parameter(torch.zeros(3))
+    module = nn.Linear(2, 4, bias=False)
+    source = ShardedModuleSource(module)
+    source.plan({"weight": TensorSpec("weight", (4, 2), "F32")})
+    module.weight = nn.Parameter(torch.zeros(2, 4))
     with pytest.raises(SourceError, match="held in another way than when the publisher was started") as caught:
-        place.load()
+        list(source.read([0]))
     error = caught.value
-    assert (error.tensor, error.expected, error.found) == ("layer.w", "shape [4]", "shape [3]")
+    assert error.tensor == "weight"
+    assert (error.expected, error.found) == ("whole on every rank, shape [4, 2]", "whole on every rank, shape [2, 4]")
     assert "start a new publisher" in str(error.hint)
 
 

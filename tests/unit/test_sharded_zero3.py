@@ -26,6 +26,9 @@ def test_zero3_publishes_what_it_gathers(ram_path: Path):
     base = Checkpoint(ram_path / "base")
     assert len(ranks) == SIZE
     assert sum(rank["elements"] for rank in ranks) == base.total_elements
+    for rank in ranks:
+        assert "the gathered copy of the parameter has other values than its partition" in rank["refused"]
+        assert "norm.bias" in rank["refused"]
     for version in range(1, STEPS + 1):
         materialize(RunFolder(PosixStore(ram_path / "run")), base, version, ram_path / f"out-{version}")
         found = Checkpoint(ram_path / f"out-{version}")

@@ -170,15 +170,16 @@ class _Pass:
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        metadata = source.metadata  # a method up to vLLM 0.32, a property from 0.33 on
-        self._names = [meta.name for meta in (metadata() if callable(metadata) else metadata)]
         self._pairs: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def items(self, specs: Mapping[str, TensorSpec]) -> Iterator[SourceItem]:
         """See `ParameterSource.items`. Nothing is gathered before the first tensor is asked for."""
         del specs
-        for name in self._names:
-            yield SourceItem((name,), lambda name=name: (self._next(name),))  # type: ignore[misc]
+        metadata = self._source.metadata  # a method up to vLLM 0.32, a property from 0.33 on
+        for meta in metadata() if callable(metadata) else metadata:
+            yield SourceItem((meta.name,), lambda name=meta.name: (self._next(name),))  # type: ignore[misc]
+        if self._pairs is not None and (more := next(self._pairs, None)) is not None:
+            raise SourceError("the source yields more than its metadata says", tensor=more[0])
 
     def end(self) -> None:
         """Read what is left, so that ranks that wait in its collectives go on."""

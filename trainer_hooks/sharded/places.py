@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer_hooks.sharded.runs import Indices, Runs
-from trainer_hooks.source import frozen_fingerprint, refuse_unreadable
+from trainer_hooks.source import frozen_fingerprint, refuse_freed, refuse_unreadable
 from vllm_delta_snapshot.errors import SourceError
 
-__all__ = ["Held", "Place", "fsdp1_places", "place_of", "reshard"]
+__all__ = ["Held", "Place", "fsdp1_places", "moved", "place_of", "reshard"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,11 @@ class Place(Protocol):
     @property
     def identity(self) -> Hashable:
         """Equal for tied parameters."""
+        ...
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What `runs` follows from: equal while the same positions are held in the same way."""
         ...
 
     def runs(self) -> Runs:
@@ -118,6 +123,7 @@ class _WholePlace:
         tensor = held.now()
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.identity: Hashable = id(tensor)
+        self.layout = ("whole on every rank", f"shape {list(tensor.shape)}")
 
     def runs(self) -> Runs:
         return Runs.interval(0, math.prod(self.shape))
@@ -125,8 +131,6 @@ class _WholePlace:
     def load(self) -> torch.Tensor:
         tensor = self._held.now()
         refuse_unreadable(self._held.name, tensor)
-        if tensor.shape != self.shape:
-            raise _moved(self._held.name, f"shape {list(self.shape)}", f"shape {list(tensor.shape)}")
         return tensor.detach().reshape(-1)
 
     def fingerprint(self) -> Hashable | None:
@@ -144,6 +148,7 @@ class _DTensorPlace:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.identity: Hashable = id(tensor)
         self._mesh, self._placements = tensor.device_mesh, tensor.placements
+        self.layout = ("a DTensor", f"shape {list(tensor.shape)}", self._placements, self._mesh)
 
     def runs(self) -> Runs:
         if self._mesh.get_coordinate() is None:
@@ -178,19 +183,15 @@ class _DTensorPlace:
             raise SourceError("the parameter's shard is not in order", tensor=self._held.name, found=self._placements)
         return found
 
-    def _now(self) -> Any:
-        tensor: Any = self._held.now()
-        if not _is_dtensor(tensor) or (tensor.device_mesh, tensor.placements) != (self._mesh, self._placements):
-            raise _moved(self._held.name, f"a DTensor, {self._placements}", type(tensor).__name__)
-        return tensor
-
     def load(self) -> torch.Tensor:
+        tensor: Any = self._held.now()
         with torch.no_grad():
-            local: torch.Tensor = self._now().to_local()
+            local: torch.Tensor = tensor.to_local()
+        refuse_freed(self._held.name, local)
         return local.detach().reshape(-1)
 
     def fingerprint(self) -> Hashable | None:
-        tensor = self._now()
+        tensor: Any = self._held.now()
         return None if tensor.requires_grad else frozen_fingerprint(tensor._local_tensor)
 
 
@@ -203,6 +204,7 @@ class _Zero3Place:
         self.shape, self.identity = torch.Size(tensor.ds_shape), id(tensor)
         part = self._part()
         self.dtype = part.dtype
+        self.layout = ("partitioned by ZeRO-3", f"shape {list(self.shape)}", self._interval())
 
     def _part(self) -> torch.Tensor:
         tensor: Any = self._held.now()
@@ -234,8 +236,26 @@ class _Zero3Place:
 
     def load(self) -> torch.Tensor:
         start, stop = self._interval()
+        part = self._part()
+        refuse_freed(self._held.name, part)
         # What is behind is padding, with whatever was in memory.
-        return self._part().detach().reshape(-1)[: stop - start]
+        held = part.detach().reshape(-1)[: stop - start]
+        self._refuse_written_copy(held, start, stop)
+        return held
+
+    def _refuse_written_copy(self, held: torch.Tensor, start: int, stop: int) -> None:
+        """Small parameters stay gathered: what is written into such a copy is computed with, but not in the part."""
+        gathered = self._held.now().detach()
+        if gathered.numel() != math.prod(self.shape) or gathered.dtype != held.dtype:
+            return
+        copy = gathered.reshape(-1)[start:stop]
+        if copy.device == held.device and not torch.equal(copy.view(torch.uint8), held.view(torch.uint8)):
+            raise SourceError(
+                "the gathered copy of the parameter has other values than its partition, which is what is trained",
+                tensor=self._held.name,
+                found="it was written outside of deepspeed.zero.GatheredParameters",
+                hint="Write it inside, with modifier_rank; or into the partitions.",
+            )
 
     def fingerprint(self) -> Hashable | None:
         return None
@@ -249,6 +269,8 @@ class _FlatPlace:
         self.shape = torch.Size(handle.flat_param._shapes[number])
         self.dtype: torch.dtype = handle.flat_param.dtype
         self.identity: Hashable = (id(handle), number)
+        bounds = (self._info.intra_param_start_idx, self._info.intra_param_end_idx, self._info.in_shard)
+        self.layout = ("flattened by FSDP", f"shape {list(self.shape)}", handle.uses_sharded_strategy, bounds)
 
     @property
     def _info(self) -> Any:
@@ -271,7 +293,7 @@ class _FlatPlace:
             return shard.detach()[start : start + count]
         parameter: torch.Tensor = flat._params[self._number]
         if parameter.numel() != count:
-            raise _moved(self._name, f"{count} elements", parameter.numel())
+            raise moved(self._name, f"{count} elements", parameter.numel())
         return parameter.detach().reshape(-1)
 
     def fingerprint(self) -> Hashable | None:
@@ -315,7 +337,8 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
-def _moved(name: str, expected: object, found: object) -> SourceError:
+def moved(name: str, expected: object, found: object) -> SourceError:
+    """Return the error for a parameter that is held in another way than in the plan."""
     return SourceError(
         "the parameter is held in another way than when the publisher was started",
         tensor=name,

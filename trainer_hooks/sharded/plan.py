@@ -81,6 +81,17 @@ class NamePlan:
         given = self._said(name, stand_in)
         if given is None and self._revert is None:
             return (Range(name, tuple(shape), 0),)
+        return self._ranges(name, shape, stand_in, given)
+
+    def said(self, name: str, shape: torch.Size) -> tuple[Range, ...] | None:
+        """Return what the user says that a parameter becomes, ``None`` if nothing; as `of`, which see."""
+        stand_in = torch.empty(shape, dtype=torch.int16, device="meta")
+        given = self._said(name, stand_in)
+        return None if given is None else self._ranges(name, shape, stand_in, given)
+
+    def _ranges(
+        self, name: str, shape: torch.Size, stand_in: torch.Tensor, given: Mapping[str, torch.Tensor] | None
+    ) -> tuple[Range, ...]:
         outputs = self._reverted(name, stand_in) if given is None else given
         starts = [_view_start(stand_in, output) for output in outputs.values()]
         if any(start is None for start in starts):
