@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,30 @@ def _gptoss(transformers: Any) -> Any:
     )
 
 
+def _deepseek(transformers: Any, *, dense: int = 1) -> Any:
+    """MLA of the one size that vLLM's CPU kernel knows; experts from layer `dense` on."""
+    sizes = _COMMON | {"num_key_value_heads": 4}
+    return transformers.DeepseekV3Config(
+        **sizes,
+        q_lora_rank=64,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        moe_intermediate_size=64,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+        topk_method="noaux_tc",
+        first_k_dense_replace=dense,
+        num_nextn_predict_layers=0,
+        tie_word_embeddings=False,
+    )
+
+
 ARCHITECTURES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "qwen3": (_qwen3, "Qwen3ForCausalLM"),
     "llama_tied": (_llama_tied, "LlamaForCausalLM"),
@@ -103,8 +128,11 @@ ARCHITECTURES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "phi3": (_phi3, "Phi3ForCausalLM"),
     "gpt2": (_gpt2, "GPT2LMHeadModel"),
     "gptoss": (_gptoss, "GptOssForCausalLM"),
+    "deepseek": (_deepseek, "DeepseekV3ForCausalLM"),
 }
 """By name: what makes the configuration, and the class that vLLM serves."""
+
+_VARIANTS = {"deepseek_dense": (functools.partial(_deepseek, dense=2), "DeepseekV3ForCausalLM")}
 
 WEIGHTS_ONLY = frozenset({"gptoss"})
 """Architectures that vLLM loads on a CPU but cannot run there: an operator is missing from its CPU build."""
@@ -114,7 +142,7 @@ def make_model(architecture: str, folder: Path, *, seed: int = 0) -> torch.nn.Mo
     """Write a random bf16 checkpoint to `folder`, and return the model with fp32 master weights."""
     import transformers
 
-    make_config, class_name = ARCHITECTURES[architecture]
+    make_config, class_name = (ARCHITECTURES | _VARIANTS)[architecture]
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(make_config(transformers)).to(torch.bfloat16)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The main job on ten architectures: published steps arrive bit for bit, stepwise and merged, by vLLM's loader and by
+"""The main job on eleven architectures: published steps arrive bit for bit, stepwise and merged, by vLLM's loader and by
 scattering, and are served; an update that is interrupted at any storage is undone, and going back is exact."""
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
 
     def _refresh(self) -> None:
         """Find weights again that were re-created, by sleeping or by a reload."""
-        fitness = self._fitness.refreshed(self.model)
+        fitness = self._fitness.refreshed(self.model, self.vllm_config)
         if fitness is not self._fitness:
             self._fitness = fitness
             if self._handoff is not None:

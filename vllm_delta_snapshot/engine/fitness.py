@@ -20,12 +20,15 @@ import torch
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.engine.agree import agree, gather_from_workers
+from vllm_delta_snapshot.engine.belongings import address_of, identities_of
 from vllm_delta_snapshot.engine.compiled import refuse_folded_weights
+from vllm_delta_snapshot.engine.derived import DerivedPlan, find_derived
 from vllm_delta_snapshot.engine.lanes import ready_lanes
 from vllm_delta_snapshot.engine.layers import examine_layers, refuse_layers
 from vllm_delta_snapshot.engine.live import gather, scatter
 from vllm_delta_snapshot.engine.load_plan import LoadPlan, PlanSummary, record_load_plan, with_probed_places
 from vllm_delta_snapshot.engine.log import logger
+from vllm_delta_snapshot.engine.moving import refuse_moving
 from vllm_delta_snapshot.engine.reload import ReloadPlan, prove_reload, watched_loaders
 from vllm_delta_snapshot.engine.ways import Choice, Way, summary_of, table_of
 from vllm_delta_snapshot.errors import ApplyError, BaseMismatch, TensorRefused
@@ -48,20 +51,26 @@ class Fitness:
         specs: the checkpoint's tensors.
         choices: by name, the way in which each is served.
         reload: the layers of this worker that are reloaded.
+        derived: the layers of this worker that compute tensors from weights.
     """
 
     plan: LoadPlan
     specs: Mapping[str, TensorSpec]
     choices: Mapping[str, Choice] = field(default_factory=dict)
     reload: ReloadPlan = field(default_factory=ReloadPlan)
+    derived: DerivedPlan = field(default_factory=DerivedPlan)
 
     @property
     def skipped(self) -> frozenset[str]:
         """The tensors that updates leave out."""
         return frozenset(name for name, choice in self.choices.items() if choice.way == "skip")
 
-    def refreshed(self, model: torch.nn.Module) -> Fitness:
+    def refreshed(self, model: torch.nn.Module, config: Any = None) -> Fitness:
         """Return this with a current plan: recorded again if the model's tensors were re-created since.
+
+        Args:
+            model: the live model.
+            config: vLLM's configuration of the engine.
 
         Raises:
             TensorRefused: a layer or tensor that was fit is not any more.
@@ -71,13 +80,15 @@ class Fitness:
             return self
         logger.info("parameters were re-created: recording their places again")
         plan, reload = _record(model, self.specs)
+        derived, refused = find_derived(model, _reached(plan, reload), config, proves=False)
+        refuse_layers(refused)
         plan = plan.without(self.skipped)
         exact = [name for name in self.plan.places.pieces if self.plan.is_exact(name)]
         plan = with_probed_places(model, plan, [self.specs[name] for name in exact if not plan.is_exact(name)])
         lost = [name for name in exact if not plan.is_exact(name)]
         if lost:
             raise TensorRefused("tensors lost their exact place when they were re-created", tensor=", ".join(lost[:5]))
-        return Fitness(plan, self.specs, self.choices, reload)
+        return Fitness(plan, self.specs, self.choices, reload, derived)
 
 
 def check_fitness(
@@ -112,12 +123,19 @@ def check_fitness(
         ObjectNotFound, CorruptFile, UnsupportedFormat: the checkpoint cannot be read.
     """
     failure: BaseException | None = None
-    plan, reload, reloads = LoadPlan(), ReloadPlan(), {}
+    plan, reload, derived, reloads = LoadPlan(), ReloadPlan(), DerivedPlan(), {}
     try:
         refuse_folded_weights(config)
+        refuse_moving(config)
         checkpoint = Checkpoint(folder)
         plan, reload = _record(model, checkpoint.specs)
+    except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
+        failure = error
+    agree(failure)  # before what follows, which may have collectives of vLLM's
+    try:
         reloads = _reload_reasons(model, plan, reload, checkpoint, has_mirror, are_weights_as_loaded, config)
+        derived, refused = find_derived(model, _reached(plan, reload), config)
+        refuse_layers(refused)
     except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
         failure = error
     agree(failure)
@@ -145,13 +163,22 @@ def check_fitness(
     for row in table_of(choices):
         logger.info("way=%s tensors=%d example=%s %s", row[0], row[2], row[3], row[1])
     logger.info("fit for updates: %s elements_compared=%d", summary_of(choices), compared)
-    return Fitness(plan, checkpoint.specs, choices, reload)
+    if derived.modules:
+        logger.info("computed again after updates: %s", ", ".join(derived.modules))
+    return Fitness(plan, checkpoint.specs, choices, reload, derived)
+
+
+def _reached(plan: LoadPlan, reload: ReloadPlan) -> frozenset[int]:
+    """Return where the storages begin that updates write or reload."""
+    reloaded = [t for module in reload.modules.values() for t in [*module.parameters(), *module.buffers()]]
+    return frozenset(address_of(tensor) for tensor in [*(s.flat for s in plan.storages), *reloaded]) - {0}
 
 
 def _record(model: Any, specs: Mapping[str, TensorSpec]) -> tuple[LoadPlan, ReloadPlan]:
     layers = examine_layers(model)
     refuse_layers(layers.refused)
-    reload = ReloadPlan({name: layers.modules[name] for name in layers.quantized}, layers.quantized)
+    modules = {name: layers.modules[name] for name in layers.quantized}
+    reload = ReloadPlan(modules, layers.quantized, others=identities_of(model))
     plan = record_load_plan(
         model,
         specs,

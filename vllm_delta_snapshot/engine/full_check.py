@@ -3,7 +3,8 @@
 
 The stager knows the digest of each tensor at every version: that of the checkpoint, moved by each delta. So plain
 weights are digested where they lie, in blocks, and no second copy of the model is needed. Layers that are reloaded
-are compared with what a reload from the mirror makes of them, one at a time.
+are compared with what a reload from the mirror makes of them, one at a time, and what layers compute from weights with
+what the weights make.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from vllm_delta_snapshot.engine.fitness import Fitness
 from vllm_delta_snapshot.engine.lanes import RunDigest, in_checkpoint_type
 from vllm_delta_snapshot.engine.live_blocks import live_blocks
 from vllm_delta_snapshot.engine.load_plan import LoadPlan
+from vllm_delta_snapshot.engine.moving import refuse_moving
 from vllm_delta_snapshot.engine.reload import BitsOf, prove_reload
 from vllm_delta_snapshot.engine.threads import run_each
 from vllm_delta_snapshot.engine.verify import sum_over_workers
@@ -38,7 +40,7 @@ class Wrong:
     Attributes:
         tensors: why, by checkpoint name; the same on every worker.
         unknown: tensors that cannot be compared, because the engine keeps them in a type that loses bits.
-        layers: why, by layer that is reloaded; this worker's.
+        layers: why, by layer that is reloaded, or that computes tensors from weights; this worker's.
         elsewhere: the same of all workers, as text.
     """
 
@@ -90,6 +92,7 @@ def find_wrong(model: Any, fitness: Fitness, expected: Mapping[str, str], *, bit
     Args: see `check_all`.
 
     Raises:
+        TensorRefused, ApplyError: see `refuse_moving`.
         DeltaSnapshotError: this worker or another could not look.
     """
     failure: BaseException | None = None
@@ -97,9 +100,11 @@ def find_wrong(model: Any, fitness: Fitness, expected: Mapping[str, str], *, bit
     layers: Mapping[str, str] = {}
     strange: dict[str, str] = {}
     try:
+        refuse_moving(config)
         digests = digest_live(fitness.plan, fitness.specs, strange)
         if fitness.reload.modules and bits is not None:
             layers = prove_reload(model, fitness.reload, fitness.specs, bits, config)
+        layers = {**layers, **fitness.derived.differing(config)}
     except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
         failure = error
     agree(failure)

@@ -4,7 +4,8 @@
 Which checkpoint tensors feed a layer is recorded once, by watching the model's loader while the layers are in the
 state in which vLLM reloads them. That a reload makes the very bits that the engine has is proven at init, layer by
 layer, with the checkpoint that it was loaded from; a layer that fails is refused. Only the layers named here are
-touched.
+touched. Afterwards they have the very objects that they had (parameters, quantization configurations, kernels) with
+the new content, so what a graph captured stays true, and an undo reaches all that a reload touched.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from vllm_delta_snapshot.dtypes import Bits
+from vllm_delta_snapshot.engine.belongings import Belongings, same_bits
 from vllm_delta_snapshot.engine.bits import torch_dtype_of
 from vllm_delta_snapshot.engine.live import to_device
 from vllm_delta_snapshot.engine.recorder import StandIns
@@ -40,12 +42,18 @@ class ReloadPlan:
         methods: how each is quantized, by module name.
         tensors: by module name, the checkpoint tensors that its loader takes, in the order of the checkpoint.
         unknown: layers that take something else.
+        others: identities of all modules of the model (see `Belongings.of`).
     """
 
     modules: Mapping[str, torch.nn.Module] = field(default_factory=dict)
     methods: Mapping[str, str] = field(default_factory=dict)
     tensors: dict[str, list[str]] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
+    others: frozenset[int] = frozenset()
+
+    def backup(self, layers: Iterable[str]) -> LayerBackup:
+        """Copy what some of the layers hold now."""
+        return LayerBackup.of({layer: self.modules[layer] for layer in layers}, self.others)
 
     def touched(self, changed: Mapping[str, int]) -> list[str]:
         """Return the layers that an update touches.
@@ -71,7 +79,7 @@ def watched_loaders(plan: ReloadPlan, stand_ins: StandIns) -> Iterator[None]:
         yield
         return
     loaders: list[tuple[Any, Any]] = []
-    with _kept(plan.modules):
+    with _kept(plan.modules, plan.others):
         initialize_layerwise_reload(_Only(plan.modules))
         try:
             for layer, module in plan.modules.items():
@@ -88,9 +96,10 @@ def watched_loaders(plan: ReloadPlan, stand_ins: StandIns) -> Iterator[None]:
 
 
 def _noting(plan: ReloadPlan, layer: str, stand_ins: StandIns) -> Callable[..., bool]:
-    def note(parameter: torch.Tensor, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-        del parameter, args, kwargs
-        found = stand_ins.find(loaded)
+    def note(*args: Any, **kwargs: Any) -> bool:
+        # Loaders of experts are called by keyword, others by position; the parameter itself is no stand-in.
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        found = next(filter(None, map(stand_ins.find, given)), None)
         if found is None:
             plan.unknown.add(layer)
         elif found[0] not in plan.tensors.setdefault(layer, []):
@@ -102,28 +111,35 @@ def _noting(plan: ReloadPlan, layer: str, stand_ins: StandIns) -> Callable[..., 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerBackup:
-    """The live tensors of some layers, copied to the host's memory.
+    """All that some layers have at hand, with its content copied to the host's memory.
 
     Attributes:
-        modules: the layers.
+        held: what they have.
         tensors: each live tensor with its copy.
     """
 
-    modules: Mapping[str, torch.nn.Module]
+    held: Belongings
     tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
-    def of(cls, modules: Mapping[str, torch.nn.Module]) -> LayerBackup:
-        """Copy what these layers hold now."""
-        live = [t for module in modules.values() for t in [*module.parameters(), *module.buffers()]]
-        return cls(modules, [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in live])
+    def of(cls, modules: Mapping[str, torch.nn.Module], others: frozenset[int]) -> LayerBackup:
+        """Copy what these layers hold now; see `Belongings.of`."""
+        held = Belongings.of(modules, others)
+        return cls(held, [(tensor, tensor.detach().to("cpu", copy=True)) for _, tensor in held.weights()])
+
+    @property
+    def modules(self) -> Mapping[str, torch.nn.Module]:
+        """The layers."""
+        return self.held.modules
 
     def holds(self) -> bool:
-        """Say whether the layers hold what they held, bit for bit."""
-        return all(_same_bits(tensor.detach(), copy) for tensor, copy in self.tensors)
+        """Say whether the layers hold what they held: the same objects, and bit for bit the same content."""
+        now = Belongings.of(self.held.modules, self.held.outside)
+        return self.held.differs(now) is None and all(same_bits(tensor, copy) for tensor, copy in self.tensors)
 
     def restore(self) -> bool:
-        """Put the copies back; say whether the layers hold them."""
+        """Put all back, objects and content; say whether the layers hold it."""
+        self.held.put_back()
         with torch.no_grad():
             for tensor, copy in self.tensors:
                 tensor.data.copy_(copy)
@@ -154,11 +170,15 @@ def reload_layers(
 
     modules = {layer: plan.modules[layer] for layer in layers}
     only = _Only(modules)
-    names = [name for layer in layers for name in plan.tensors[layer]]
-    with set_current_vllm_config(config), _kept(modules), torch.no_grad():
+    names = dict.fromkeys(name for layer in layers for name in plan.tensors[layer])
+    # All content is at hand before the first layer is begun: vLLM's processing may have collectives, and a worker
+    # that fails between them leaves the others waiting.
+    loaded = [(name, _tensor(specs[name], bits_of(name))) for name in names]
+    with set_current_vllm_config(config), _kept(modules, plan.others) as held, torch.no_grad():
         initialize_layerwise_reload(only)
-        model.load_weights((name, _tensor(specs[name], bits_of(name))) for name in dict.fromkeys(names))
+        model.load_weights(iter(loaded))
         finalize_layerwise_reload(only, config.model_config)
+        held.settle()
 
 
 def prove_reload(
@@ -178,7 +198,7 @@ def prove_reload(
         if not plan.tensors.get(layer):
             reasons[layer] = "its loader takes no tensor of the checkpoint"
             continue
-        backup = LayerBackup.of({layer: plan.modules[layer]})
+        backup = plan.backup([layer])
         try:
             reload_layers(model, plan, [layer], specs, bits_of, config)
         except Exception as error:  # noqa: BLE001 - any failure of a foreign loader means the same
@@ -205,27 +225,22 @@ class _Only(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def _kept(modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
-    """See to it that afterwards each layer has the very tensors that it had, whatever became of a reload."""
+def _kept(modules: Mapping[str, torch.nn.Module], others: frozenset[int]) -> Iterator[Belongings]:
+    """See to it that afterwards each layer has the very objects that it had, whatever became of a reload."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    before = [
-        (module, dict(module._parameters), dict(module._buffers), set(module._non_persistent_buffers_set))
-        for module in modules.values()
-    ]
+    held = Belongings.of(modules, others)
+    non_persistent = [(module, set(module._non_persistent_buffers_set)) for module in modules.values()]
     loud = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = loud.level
     loud.setLevel(logging.ERROR)  # it warns of every layer that is left as it is
     try:
-        yield
+        yield held
     finally:
         loud.setLevel(level)
-        for module, parameters, buffers, non_persistent in before:
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            module._non_persistent_buffers_set = non_persistent
+        held.put_back()
+        for module, names in non_persistent:
+            module._non_persistent_buffers_set = names
             get_layerwise_info(module).reset()
 
 
@@ -234,8 +249,3 @@ def _tensor(spec: TensorSpec, bits: Bits) -> torch.Tensor:
         warnings.simplefilter("ignore")  # a mapped file is read-only, and nobody writes to it
         integers = to_device(bits, torch.device("cpu"))
     return integers.view(torch_dtype_of(spec.element.torch_name)).view(spec.shape)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    pair = [tensor.cpu().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return bool(torch.equal(*pair))

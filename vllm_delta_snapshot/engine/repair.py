@@ -3,7 +3,8 @@
 
 The way out where no delta can help: differences are never added to values that are not the published ones, and
 absolute values would mend only the positions that they touch. What differs is found by the full check, written over
-whole, and checked again.
+whole, what layers compute from weights is computed again, and all is checked again. Nothing is
+written where vLLM moves weights by itself (EPLB): the first layout would contradict the routing.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ def repair(model: Any, fitness: Fitness, expected: Mapping[str, str], *, bits: B
     try:
         for name in (*wrong.tensors, *wrong.unknown):
             _write_whole(fitness, name, bits)
-        if wrong.layers:
-            reload_layers(model, fitness.reload, list(wrong.layers), fitness.specs, bits, config)
+        reloaded = [layer for layer in wrong.layers if layer in fitness.reload.modules]
+        if reloaded:
+            reload_layers(model, fitness.reload, reloaded, fitness.specs, bits, config)
+        fitness.derived.recompute(fitness.derived.modules, config)
     except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
         failure = error
     try:
