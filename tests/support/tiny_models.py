@@ -94,15 +94,15 @@ def _gptoss(transformers: Any) -> Any:
 
 
 def _deepseek(transformers: Any, *, dense: int = 1) -> Any:
-    """MLA of the one size that vLLM's CPU kernel knows; experts from layer `dense` on."""
+    """MLA of the sizes that vLLM's kernels know; experts from layer `dense` on."""
     sizes = _COMMON | {"num_key_value_heads": 4}
     return transformers.DeepseekV3Config(
         **sizes,
         q_lora_rank=64,
         kv_lora_rank=512,
         qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
         moe_intermediate_size=64,
         n_routed_experts=4,
         n_shared_experts=1,

@@ -1,5 +1,5 @@
-"""The main job on eleven architectures: published steps arrive bit for bit, stepwise and merged, by vLLM's loader and by
-scattering, and are served; an update that is interrupted at any storage is undone, and going back is exact."""
+"""The main job on eleven architectures: published steps arrive bit for bit, stepwise and merged, by vLLM's loader and
+by scattering, and are served; an update that is interrupted at any storage is undone, and going back is exact."""
 
 from __future__ import annotations
 

@@ -65,15 +65,16 @@ class Belongings:
     numbers: dict[str, tuple[Any, Any, float]]
 
     @classmethod
-    def of(cls, modules: Mapping[str, torch.nn.Module], others: frozenset[int]) -> Belongings:
+    def of(cls, modules: Mapping[str, torch.nn.Module], others: frozenset[int], *, alone: bool = False) -> Belongings:
         """Look at what these layers have at hand. Reads no tensor.
 
         Args:
             modules: the layers, by name.
             others: identities of modules that are not entered (see `identities_of`); those of the layers, and of
                 what is below them, may be among them.
+            alone: whether the modules below them are not entered.
         """
-        own = {id(child) for module in modules.values() for child in module.modules()}
+        own = {id(child) for module in modules.values() for child in ([module] if alone else module.modules())}
         found = cls(modules, others - own, [], {}, {})
         seen: set[int] = set()
         for name, module in modules.items():

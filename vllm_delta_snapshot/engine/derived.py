@@ -26,7 +26,7 @@ from vllm_delta_snapshot.engine.layers import is_plain_method, loaded_names, pos
 from vllm_delta_snapshot.engine.recorder import written_by
 from vllm_delta_snapshot.errors import ApplyError
 
-__all__ = ["DerivedPlan", "find_derived"]
+__all__ = ["DerivedPlan", "find_derived", "find_unexplained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,36 @@ def find_derived(
         elif derived:
             modules[name], paths[name], sources[name] = module, derived, frozenset(trial.read)
     return DerivedPlan(modules, paths, sources, others), refused
+
+
+def find_unexplained(
+    model: torch.nn.Module, placed: frozenset[int], explained: Mapping[str, torch.nn.Module], config: Any
+) -> dict[str, str]:
+    """Find tensors that were made after loading, by nothing that can be watched, and that may hold weights.
+
+    A tensor all of whose elements are equal, and one that the layer had before any weight was loaded, hold none.
+
+    Args:
+        model: the live model.
+        placed: where the storages begin that updates reach.
+        explained: the layers that are reloaded, by name.
+        config: vLLM's configuration of the engine; ``None`` where there is no engine.
+
+    Returns:
+        Why each cannot be served, by its path.
+    """
+    if config is None:
+        return {}
+    others = identities_of(model)
+    watched = {n: m for n, m in model.named_modules() if post_processing(m, config) is not None} | dict(explained)
+    known = placed | {address_of(tensor) for _, tensor in Belongings.of(watched, others).weights()}
+    known |= {address_of(t) for m in model.modules() for n, t in _own(m) if n in loaded_names(m)}
+    return {
+        path: f"{type(module).__name__} made it after loading, and nothing says from what"
+        for name, module in model.named_modules()
+        for path, tensor in Belongings.of({name: module}, others, alone=True).weights()
+        if tensor.is_floating_point() and address_of(tensor) not in known and not _is_uniform(tensor)
+    }
 
 
 def _has_more(module: torch.nn.Module, placed: frozenset[int], others: frozenset[int]) -> bool:
@@ -263,6 +293,15 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _own(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+
+
+def _is_uniform(tensor: torch.Tensor) -> bool:
+    flat = tensor.detach().reshape(-1)
+    return bool((flat[1:] == flat[:1]).all())
 
 
 def _names(layer: str, paths: Sequence[str]) -> str:

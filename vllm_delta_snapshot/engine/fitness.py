@@ -22,7 +22,7 @@ from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.engine.agree import agree, gather_from_workers
 from vllm_delta_snapshot.engine.belongings import address_of, identities_of
 from vllm_delta_snapshot.engine.compiled import refuse_folded_weights
-from vllm_delta_snapshot.engine.derived import DerivedPlan, find_derived
+from vllm_delta_snapshot.engine.derived import DerivedPlan, find_derived, find_unexplained
 from vllm_delta_snapshot.engine.lanes import ready_lanes
 from vllm_delta_snapshot.engine.layers import examine_layers, refuse_layers
 from vllm_delta_snapshot.engine.live import gather, scatter
@@ -122,6 +122,7 @@ def check_fitness(
         ApplyError: the model's loader cannot be watched, or another worker found one of these.
         ObjectNotFound, CorruptFile, UnsupportedFormat: the checkpoint cannot be read.
     """
+    skip = list(skip)
     failure: BaseException | None = None
     plan, reload, derived, reloads = LoadPlan(), ReloadPlan(), DerivedPlan(), {}
     try:
@@ -134,7 +135,10 @@ def check_fitness(
     agree(failure)  # before what follows, which may have collectives of vLLM's
     try:
         reloads = _reload_reasons(model, plan, reload, checkpoint, has_mirror, are_weights_as_loaded, config)
-        derived, refused = find_derived(model, _reached(plan, reload), config)
+        reached = _reached(plan, reload)
+        derived, refused = find_derived(model, reached, config)
+        unexplained = find_unexplained(model, reached, reload.modules, config)
+        refused |= {path: why for path, why in unexplained.items() if not any(fnmatchcase(path, p) for p in skip)}
         refuse_layers(refused)
     except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
         failure = error
