@@ -134,6 +134,9 @@ ARCHITECTURES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 _VARIANTS = {"deepseek_dense": (functools.partial(_deepseek, dense=2), "DeepseekV3ForCausalLM")}
 
+OPTIONS: dict[str, dict[str, Any]] = {"deepseek": {"attention_backend": "CPU_MLA"}}
+"""Options of the engine, by architecture: with AMX, vLLM's own choice for MLA keeps packed copies only."""
+
 WEIGHTS_ONLY = frozenset({"gptoss"})
 """Architectures that vLLM loads on a CPU but cannot run there: an operator is missing from its CPU build."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.digests import unchanged
 from tests.support.engines import Engine, engine
-from tests.support.tiny_models import ARCHITECTURES, WEIGHTS_ONLY, make_model, train_step
+from tests.support.tiny_models import ARCHITECTURES, OPTIONS, WEIGHTS_ONLY, make_model, train_step
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import sync_llm, verify_llm
@@ -35,7 +35,8 @@ def test_published_steps_are_served_exactly_as_by_a_fresh_engine(
     publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base, encoding="absolute", asynchronous=False)
     generates = architecture not in WEIGHTS_ONLY
 
-    with engine(base) as live:
+    options = OPTIONS.get(architecture, {})
+    with engine(base, **options) as live:
         live.init(sync_dir=str(sync_dir), apply="loader")
         base_tokens, base_checksums = live.tokens() if generates else [], live.checksums()
         for number in (1, 2):
@@ -55,7 +56,7 @@ def test_published_steps_are_served_exactly_as_by_a_fresh_engine(
         assert (live.tokens() if generates else []) == base_tokens
 
     materialize(RunFolder(open_store(str(sync_dir))), Checkpoint(base), 5, final)
-    with engine(final) as fresh:
+    with engine(final, **options) as fresh:
         assert fresh.checksums() == checksums
         assert (fresh.tokens() if generates else []) == tokens
     assert label == f"{publisher.run_id}@5"

@@ -21,14 +21,17 @@ from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
+OPTIONS: dict[str, Any] = {"quantization": "fp8_per_channel", "attention_backend": "CPU_MLA"}
 ATTENTION = "model.layers.0.self_attn.mla_attn.mla_attn"
+
+pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla", reason="this vLLM has no MLA on CPUs")
 
 
 def test_quantized_mla_is_after_updates_what_a_fresh_engine_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, sync_dir, final = tmp_path / "base", tmp_path / "run", tmp_path / "final"
     model = make_model("deepseek_dense", base)
     publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base, asynchronous=False)
-    with engine(base, quantization="fp8_per_channel") as live:
+    with engine(base, **OPTIONS) as live:
         before, addresses = live.checksums(), _addresses(live)
         live.init(sync_dir=str(sync_dir))
         assert live.checksums() == before
@@ -54,10 +57,25 @@ def test_quantized_mla_is_after_updates_what_a_fresh_engine_is(tmp_path: Path, m
         _is_refused_while_experts_may_move(live, version, sync_dir)
 
     materialize(RunFolder(open_store(str(sync_dir))), Checkpoint(base), 2, final)
-    with engine(final, quantization="fp8_per_channel") as fresh:
+    with engine(final, **OPTIONS) as fresh:
         assert fresh.checksums() == checksums
         assert fresh.tokens() == tokens
     assert tokens != base_tokens
+
+
+def test_mla_that_keeps_packed_copies_only_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On processors with AMX vLLM chooses a backend that packs `kv_b_proj` and frees it. Packing works on any."""
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    make_model("deepseek_dense", tmp_path / "base")
+    with engine(tmp_path / "base") as live:
+        before = live.checksums()
+        attention = live.model.get_submodule(ATTENTION)
+        assert type(attention.impl).__name__ == "AMXMLAImpl"
+        with pytest.raises(TensorRefused, match=r"kv_b_proj \(weight was freed .* --attention-backend CPU_MLA"):
+            live.init()
+        assert live.checksums() == before
 
 
 def _stale_copies_are_found_and_mended(live: Engine, checksums: dict[str, str]) -> None:

@@ -37,12 +37,14 @@ class DerivedPlan:
         modules: the layers, by module name.
         paths: by module name, the derived tensors, as `Belongings` name them.
         sources: by module name, where the weights begin that were read.
+        numbers: the layers that read weights as numbers; they cannot follow an update that changes one of theirs.
         others: identities of all modules of the model.
     """
 
     modules: Mapping[str, torch.nn.Module] = field(default_factory=dict)
     paths: Mapping[str, frozenset[str]] = field(default_factory=dict)
     sources: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    numbers: frozenset[str] = frozenset()
     others: frozenset[int] = frozenset()
 
     def touched(self, addresses: Iterable[int]) -> list[str]:
@@ -68,7 +70,7 @@ class DerivedPlan:
         for layer in layers:
             with _trial(layer, self.modules[layer], self.others, config) as trial:
                 trial.run()
-                trial.keep(self.paths[layer])
+                trial.keep(self.paths[layer], checks_numbers=layer in self.numbers)
 
     def differing(self, config: Any) -> dict[str, str]:
         """Say which layers have other derived tensors than their weights make, and why. Changes nothing."""
@@ -106,6 +108,7 @@ def find_derived(
     modules: dict[str, torch.nn.Module] = {}
     paths: dict[str, frozenset[str]] = {}
     sources: dict[str, frozenset[int]] = {}
+    numbers: set[str] = set()
     refused: dict[str, str] = {}
     everything = {address_of(tensor) for tensor in [*model.parameters(), *model.buffers()]} - {0}
     for name, module in model.named_modules():
@@ -127,9 +130,10 @@ def find_derived(
                 continue
         if wrong and proves:
             refused[name] = f"keeps {_names(name, wrong)}, computed from weights; computing again makes other values"
-        elif derived:
+        elif derived or trial.has_left:
             modules[name], paths[name], sources[name] = module, derived, frozenset(trial.read)
-    return DerivedPlan(modules, paths, sources, others), refused
+            numbers |= {name} if trial.has_left else set()
+    return DerivedPlan(modules, paths, sources, frozenset(numbers), others), refused
 
 
 def find_unexplained(
@@ -177,6 +181,7 @@ class _Trial:
 
     def __init__(self, layer: str, module: torch.nn.Module, others: frozenset[int], config: Any) -> None:
         self.read: set[int] = set()
+        self.has_left = False
         self._layer = layer
         self._module = module
         self._config = config
@@ -202,7 +207,7 @@ class _Trial:
             process()
         self._now = Belongings.of(self.held.modules, self.held.outside)
         if self._flow is not None:
-            self.read = self._flow.read
+            self.read, self.has_left = self._flow.read, self._flow.has_left
 
     def derived(self, weights: frozenset[int]) -> frozenset[str]:
         """Return what weights flowed into, and what is no view of them."""
@@ -224,13 +229,16 @@ class _Trial:
                 wrong.append(path)
         return sorted(wrong)
 
-    def keep(self, paths: frozenset[str]) -> None:
+    def keep(self, paths: frozenset[str], *, checks_numbers: bool) -> None:
         """Have these tensors hold what the run made; everything else is put back in the end."""
         for path in paths:
             new, old = self._now.tensors.get(path), self._copies[path]
             if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
                 raise ApplyError("what a layer computes from weights has another form than before", tensor=path)
             self._copies[path] = new.detach().clone()
+        for path, (_, _, number) in self.held.numbers.items() if checks_numbers else ():
+            if self._now.numbers.get(path, (None, None, None))[2] != number:
+                raise ApplyError("a number that a layer computes from weights has changed", tensor=path)
 
     def put_back(self) -> None:
         """Have the layer hold the objects that it had, with the content that they had, or that is to be kept."""
@@ -260,6 +268,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
     Attributes:
         flowed: where the storages begin that have some of it, the weights' own included.
         read: where the weights begin that were read.
+        has_left: whether content was read as a number.
     """
 
     def __init__(self, weights: frozenset[int]) -> None:
@@ -268,13 +277,16 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
         self.read: set[int] = set()
         self._weights = weights
         self._alive: list[Any] = []
+        self.has_left = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = _addresses((args, kwargs))
         result = func(*args, **kwargs)
-        if given & self.flowed:
+        if given & self.flowed or self.has_left:
             self.read |= given & self._weights
+            # Read as a number, content may go anywhere: whatever is made from then on counts as made from it.
+            self.has_left |= func is torch.ops.aten._local_scalar_dense.default
             made = [*tree_leaves(result), *written_by(func, args, kwargs)]
             self.flowed |= _addresses(made)
             self._alive.append(made)  # or an address could be given away again
