@@ -231,14 +231,14 @@ class _Trial:
 
     def keep(self, paths: frozenset[str], *, checks_numbers: bool) -> None:
         """Have these tensors hold what the run made; everything else is put back in the end."""
+        for path, (_, _, number) in self.held.numbers.items() if checks_numbers else ():
+            if self._now.numbers.get(path, (None, None, None))[2] != number:
+                raise ApplyError("a number that a layer computes from weights has changed", tensor=path)
         for path in paths:
             new, old = self._now.tensors.get(path), self._copies[path]
             if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
                 raise ApplyError("what a layer computes from weights has another form than before", tensor=path)
             self._copies[path] = new.detach().clone()
-        for path, (_, _, number) in self.held.numbers.items() if checks_numbers else ():
-            if self._now.numbers.get(path, (None, None, None))[2] != number:
-                raise ApplyError("a number that a layer computes from weights has changed", tensor=path)
 
     def put_back(self) -> None:
         """Have the layer hold the objects that it had, with the content that they had, or that is to be kept."""
