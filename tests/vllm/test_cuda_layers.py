@@ -17,9 +17,16 @@ from tests.support.tiny_models import make_model, train_step
 pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla", reason="this vLLM's CUDA paths are others")
 
 
-def test_quantized_experts_and_mla_are_updated_and_undone_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "experts", "derived"),
+    [("deepseek", 1, 2), ("qwen3_moe", 2, 0)],
+    ids=["MLA", "experts that are loaded by keyword"],
+)
+def test_quantized_experts_and_mla_are_updated_and_undone_whole(
+    architecture: str, experts: int, derived: int, tmp_path: Path
+) -> None:
     base, following = tmp_path / "base", tmp_path / "following"
-    model = make_model("deepseek", base)
+    model = make_model(architecture, base)
     train_step(model, 1)
     model.to(torch.bfloat16).save_pretrained(following)
     shutil.copy(base / "config.json", following / "config.json")
@@ -30,8 +37,8 @@ def test_quantized_experts_and_mla_are_updated_and_undone_whole(tmp_path: Path) 
     assert lines, done.stderr[-3000:]
     found = json.loads(lines[-1])
     assert found["ways"] == ["reload", "scatter"]
-    assert found["experts"] == 1
-    assert len(found["derived"]) == 2
+    assert found["experts"] == experts
+    assert len(found["derived"]) == derived
     assert found["moved"] > 20
     assert found["after the update"] == []
     assert found["after its undo"] == []

@@ -14,6 +14,10 @@ import torch
 from tests.support.engines import Engine, engine
 from tests.support.tiny_models import make_model
 from vllm_delta_snapshot.engine.derived import find_derived, find_unexplained
+from vllm_delta_snapshot.engine.fitness import Fitness
+from vllm_delta_snapshot.engine.load_plan import LoadPlan
+from vllm_delta_snapshot.engine.transaction import prepare
+from vllm_delta_snapshot.engine.updates import Update
 from vllm_delta_snapshot.errors import ApplyError, TensorRefused
 
 
@@ -153,6 +157,34 @@ def test_what_cannot_be_computed_again_is_refused_by_layer_and_reason(live: Engi
         with pytest.raises(TensorRefused, match=reason):
             live.init()
         assert torch.equal(layer.scaled, before)
+    live.init()
+
+
+def test_engine_whose_weights_are_not_there_or_do_not_stay_is_refused_by_name(
+    live: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sleep and prefetching need a GPU: what they leave behind is made here, of vLLM's own classes."""
+    from vllm.config.offload import OffloadConfig
+    from vllm.device_allocator.cumem import AllocationData, CuMemAllocator
+
+    asleep = object.__new__(CuMemAllocator)
+    asleep.pointer_to_data = {1: AllocationData((0, 1, 2, 3), "kv_cache"), 2: AllocationData((0, 1, 2, 3), "weights")}
+    live.init()
+    with monkeypatch.context() as patched:
+        patched.setattr(CuMemAllocator, "instance", asleep)
+        live.init()
+        asleep.pointer_to_data[1].is_asleep = True  # woken by tags: weights first
+        live.init()
+        asleep.pointer_to_data[2].is_asleep = True
+        with pytest.raises(ApplyError, match=r"the engine sleeps.*wake_up"):
+            live.init()
+        with pytest.raises(ApplyError, match="the engine sleeps"):
+            prepare(Fitness(LoadPlan(), {}), Update(None, "", {}, {}, {}, (), tuple))
+    live.init()
+    with monkeypatch.context() as patched:
+        patched.setattr(live.worker.vllm_config, "offload_config", OffloadConfig(prefetch={"offload_group_size": 2}))
+        with pytest.raises(TensorRefused, match=r"prefetch backend.*--cpu-offload-gb"):
+            live.init()
     live.init()
 
 

@@ -3,12 +3,15 @@ nothing; what was computed from a quantized weight is computed again with each u
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.breaking import break_writing
 from tests.support.engines import Engine, engine
 from tests.support.tiny_models import make_model, train_step
 from trainer_hooks import DeltaPublisher
@@ -61,6 +64,32 @@ def test_quantized_mla_is_after_updates_what_a_fresh_engine_is(tmp_path: Path, m
         assert fresh.checksums() == checksums
         assert fresh.tokens() == tokens
     assert tokens != base_tokens
+
+
+def test_worker_that_fails_before_a_reload_with_collectives_leaves_none_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales of row-parallel layers are reduced over the workers while these are reloaded."""
+    monkeypatch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    base, sync_dir = tmp_path / "base", tmp_path / "run"
+    model = make_model("deepseek_dense", base)
+    publisher = DeltaPublisher(model, sync_dir=str(sync_dir), base=base, asynchronous=False)
+    with engine(base, **OPTIONS, distributed_executor_backend="mp", tensor_parallel_size=2) as live:
+        live.init(sync_dir=str(sync_dir))
+        before = live.all_checksums()
+        train_step(model, 1)
+        version = publisher.publish().version
+        live.llm.llm_engine.collective_rpc(break_writing, args=(1, 0))
+        with pytest.raises(Exception, match="interrupted"):
+            sync_llm(live.llm, version, stage_timeout_s=60)
+        with contextlib.suppress(Exception):
+            live.llm.finish_weight_update()
+        assert live.all_checksums() == before
+        live.llm.llm_engine.collective_rpc(break_writing, args=(-1, 0))
+        sync_llm(live.llm, version, stage_timeout_s=60)
+        verify_llm(live.llm)
+        after = live.all_checksums()
+        assert all(after[rank][f"{ATTENTION}.W_UV"] != before[rank][f"{ATTENTION}.W_UV"] for rank in (0, 1))
 
 
 def test_mla_that_keeps_packed_copies_only_is_refused_with_the_way_out(
