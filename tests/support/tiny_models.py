@@ -169,3 +169,31 @@ def train_step(model: torch.nn.Module, number: int, *, density: float = 0.02) ->
             chosen.view(-1)[number % chosen.numel()] = True
             noise = torch.randn(weight.shape, generator=generator) * 0.2
             weight.copy_(torch.where(chosen, weight * 1.25 + noise, weight))
+
+
+def quantize_int8(folder: Path) -> None:
+    """Make a checkpoint one of int8 weights, with a scale for each row and activations quantized on the way."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors[name].float()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        tensors[name] = (weight / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale.to(torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": numbers | {"strategy": "channel", "dynamic": False},
+        "input_activations": numbers | {"strategy": "token", "dynamic": True},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    (folder / "config.json").write_text(json.dumps(config))

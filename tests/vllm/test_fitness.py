@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines import engine
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import make_model, quantize_int8
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.engine import cpu
+from vllm_delta_snapshot.engine.fitness import check_fitness
 from vllm_delta_snapshot.engine.full_check import digest_live
 from vllm_delta_snapshot.engine.load_plan import record_load_plan
 from vllm_delta_snapshot.engine.verify import sum_over_workers
@@ -35,6 +36,28 @@ def test_packed_layers_are_refused_by_name(architecture: str, tmp_path: Path, mo
         pytest.raises(TensorRefused, match=r"model\.layers\.0\.self_attn\.qkv_proj \(computes from a packed copy\)"),
     ):
         live.init()
+
+
+@pytest.mark.parametrize("are_weights_as_loaded", [True, False])
+def test_weights_that_onednn_packed_are_refused_by_name(are_weights_as_loaded: bool, tmp_path: Path) -> None:
+    """They are no tensors: an undo would leave the new ones, and no check would see it."""
+    make_model("llama_tied", tmp_path / "base")
+    quantize_int8(tmp_path / "base")
+    with engine(tmp_path / "base") as live:
+        before = live.tokens()
+        fitness = check_fitness(
+            live.model,
+            tmp_path / "base",
+            (),
+            are_weights_as_loaded=are_weights_as_loaded,
+            has_mirror=True,
+            config=live.worker.vllm_config,
+            refuses=False,
+        )
+        choice = fitness.choices["model.layers.0.mlp.down_proj.weight"]
+        assert choice.way == "refused"
+        assert "weights that oneDNN packed" in choice.reason
+        assert live.tokens() == before
 
 
 def test_shuffled_experts_are_found_by_their_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ def test_engine_survives_failed_updates_and_takes_special_values_exactly(
         sync_llm(live.llm, 1)
         assert live.checksums() != old[0]
         _follow_parameters_that_were_recreated(live, model, publisher)
+        _refuse_an_update_that_moves_weights(live, model, publisher, monkeypatch)
         _refuse_moved_weights_where_graphs_are_captured(live, monkeypatch)
         for way in ("loader", "scatter"):
             live.init(sync_dir=str(sync_dir), apply=way)
@@ -99,6 +100,30 @@ def _follow_parameters_that_were_recreated(live: Engine, model: Any, publisher: 
     sync_llm(live.llm, version)
     trained = bits_of(model.get_parameter(name).to(torch.bfloat16).reshape(-1))
     assert bits_of(weight.reshape(-1)).tolist() == trained.tolist()
+
+
+def _refuse_an_update_that_moves_weights(
+    live: Engine, model: Any, publisher: DeltaPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right bits in new memory are not enough: a graph would read the old."""
+    train_step(model, 6)
+    version = publisher.publish().version
+    weight = live.model.get_parameter("model.norm.weight")
+    kept, old, plain = weight.data, live.checksums(), transaction.apply
+
+    def apply_elsewhere(*arguments: Any) -> None:
+        plain(*arguments)
+        weight.data = weight.data.clone()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transaction, "apply", apply_elsewhere)
+        with pytest.raises(WeightsUncertain, match=r"could not put its old weights back.*put weights elsewhere"):
+            sync_llm(live.llm, version, stage_timeout_s=20)
+    with pytest.raises(WeightsUncertain):
+        live.llm.start_weight_update()
+    weight.data, live.backend._is_uncertain = kept, False
+    assert live.checksums() == old
+    sync_llm(live.llm, version)
 
 
 def _refuse_moved_weights_where_graphs_are_captured(live: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from vllm_delta_snapshot.engine.live import gather, scatter
 from vllm_delta_snapshot.engine.load_plan import LoadPlan, PlanSummary, record_load_plan, with_probed_places
 from vllm_delta_snapshot.engine.log import logger
 from vllm_delta_snapshot.engine.moving import refuse_moving
-from vllm_delta_snapshot.engine.reload import ReloadPlan, prove_reload, watched_loaders
+from vllm_delta_snapshot.engine.reload import ReloadPlan, out_of_reach, prove_reload, watched_loaders
 from vllm_delta_snapshot.engine.ways import Choice, Way, summary_of, table_of
 from vllm_delta_snapshot.errors import ApplyError, BaseMismatch, TensorRefused
 from vllm_delta_snapshot.stage.mapping import map_update
@@ -202,7 +202,7 @@ def _reload_reasons(
     config: Any,
 ) -> dict[str, str]:
     """Return the layer that each tensor is reloaded with, after proving that it can be; problems go into the plan."""
-    reasons: dict[str, str] = {}
+    reasons = out_of_reach(reload)
     if reload.modules and not has_mirror:
         reasons = dict.fromkeys(reload.modules, "can only be reloaded from a mirror, so it needs a run to follow")
     elif reload.modules and are_weights_as_loaded:

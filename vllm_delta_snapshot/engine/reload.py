@@ -15,7 +15,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -27,7 +27,9 @@ from vllm_delta_snapshot.engine.recorder import StandIns
 from vllm_delta_snapshot.errors import TensorRefused
 from vllm_delta_snapshot.types import TensorSpec
 
-__all__ = ["LayerBackup", "ReloadPlan", "prove_reload", "reload_layers", "watched_loaders"]
+__all__ = ["LayerBackup", "ReloadPlan", "out_of_reach", "prove_reload", "reload_layers", "watched_loaders"]
+
+_HANDLER: Final = "handler_tensor"
 
 BitsOf = Callable[[str], Bits]
 """Returns all elements of a checkpoint tensor, by name."""
@@ -192,6 +194,7 @@ def prove_reload(
         Why layers cannot be reloaded, by module name.
     """
     reasons = dict.fromkeys(plan.unknown, "its loader takes something else than tensors of the checkpoint")
+    reasons |= out_of_reach(plan)
     for layer in plan.modules:
         if layer in reasons:
             continue
@@ -208,6 +211,19 @@ def prove_reload(
                 reasons[layer] = "reloading it makes other weights than loading did"
         if layer in reasons and not backup.restore():
             raise TensorRefused("a layer could not be put back after it was reloaded for a trial", tensor=layer)
+    return reasons
+
+
+def out_of_reach(plan: ReloadPlan) -> dict[str, str]:
+    """Say, by module name, which layers compute from weights that are no tensors: no undo and no check reaches them.
+
+    vLLM's oneDNN kernels keep an address, of memory that is freed with the object that made it.
+    """
+    reasons = {}
+    for layer, module in plan.modules.items():
+        held = Belongings.of({layer: module}, plan.others)
+        if any(path.endswith(f".{_HANDLER}") for path in held.tensors):
+            reasons[layer] = "it computes from weights that oneDNN packed, which no undo and no check reaches"
     return reasons
 
 

@@ -85,9 +85,11 @@ class PreparedUpdate:
                     self._process(model, content, config)
                 except BaseException as error:  # noqa: BLE001 - the same
                     failure = error
+            if failure is None and not self.fitness.plan.is_current(model):
+                failure = ApplyError("an update put weights elsewhere, where no captured graph reads them")
             agree(failure)
         except BaseException as error:
-            is_old = not is_written or self._undo()
+            is_old = not is_written or self._undo(model)
             if not all(gather_from_workers(is_old)):
                 raise WeightsUncertain(
                     "an update failed and a worker could not put its old weights back",
@@ -108,14 +110,14 @@ class PreparedUpdate:
             reload_layers(model, self.fitness.reload, layers, self.fitness.specs, content.__getitem__, config)
         self.fitness.derived.recompute(self.derived, config)
 
-    def _undo(self) -> bool:
+    def _undo(self, model: torch.nn.Module) -> bool:
         """Put the old values back; say whether they are."""
         with contextlib.suppress(Exception), torch.no_grad():
             is_old = self.layers.restore()
             for tensor, copy in chain.from_iterable(self.derived.values()):
                 tensor.data.copy_(copy)
                 is_old = is_old and same_bits(tensor, copy)
-            return undo_lanes(self.lanes) and is_old
+            return undo_lanes(self.lanes) and is_old and self.fitness.plan.is_current(model)
         return False
 
 
