@@ -95,7 +95,7 @@ def test_worker_that_fails_before_a_reload_with_collectives_leaves_none_waiting(
 def test_mla_that_keeps_packed_copies_only_is_refused_with_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On processors with AMX vLLM chooses a backend that packs `kv_b_proj` and frees it. Packing works with its newest library."""
+    """On processors with AMX vLLM chooses a backend that packs `kv_b_proj` and frees it; so it does where told so."""
     if not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("vLLM's libraries for processors without AVX512_BF16 have no packing for AMX")
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
