@@ -20,6 +20,7 @@ from typing import Literal, Self, get_args
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from trainer_hooks.audit import AuditReport
 from trainer_hooks.hook import publish_after_steps
 from trainer_hooks.publication import Publication
 from trainer_hooks.published import Head
@@ -135,6 +136,35 @@ class BasePublisher(ABC):
             NotPublished: the publisher is closed.
         """
         return self._call(step, metrics, may_skip=self._conduct.may_skip)
+
+    def audit(self) -> AuditReport:
+        """Prove that the weights, as they are now, are the newest version, bit for bit. Publishes nothing; blocks.
+
+        Call it after `publish` and before the weights change. Waits for the publication under way, reads all of the
+        source once more, whatever is skipped or remembered elsewhere, and compares its digest, computed from scratch,
+        with the version's; so is the published copy that this process compares with, and the version in the store. Of
+        several ranks, all call it; replicas of a shard are compared too.
+
+        Returns:
+            What was proven.
+
+        Raises:
+            VerifyError: the weights are not the version, which names the tensors; or the published copy is not, or
+                ranks hold different values of the same shard.
+            VersionConflict, RunMismatch, BrokenChain: the store has another version of that number, or another run.
+            SourceError: the weights do not fit.
+            StoreError, StoreUnavailable: the store cannot be read; or the publication before was not committed.
+            RankFailed: another rank failed or is gone.
+            NotPublished: the publisher is closed.
+        """
+        if self._is_closed:
+            raise NotPublished("the publisher is closed", hint="A new one continues the run.")
+        started = time.monotonic()
+        elements = self._audit()
+        head = self._head
+        report = AuditReport(head.version, head.state_digest, elements, time.monotonic() - started)
+        report.log()
+        return report
 
     def wait_applied(
         self, samplers: Iterable[str], *, version: int | None = None, timeout_s: float = 600.0
@@ -275,6 +305,14 @@ class BasePublisher(ABC):
     @abstractmethod
     def _publish(self, step: int | None, metrics: Mapping[str, float] | None, *, may_skip: bool) -> Publication:
         """Publish, or skip it if that may be and the publication before still runs."""
+
+    def _check_store(self) -> None:
+        """Check that the store has the newest version as it is known here; see `SavedState.check`."""
+        SavedState.of(self.state_dict()).check(RunFolder(self._store))
+
+    @abstractmethod
+    def _audit(self) -> int:
+        """Wait for what is under way, and audit: see `audit`. Return how many elements were read."""
 
     @abstractmethod
     def _find_out(self) -> bool:

@@ -17,7 +17,16 @@ from typing import Final, Literal, get_args
 import numpy as np
 import torch
 
-from trainer_hooks.diff import CHUNK_ELEMENTS, PIECE_ELEMENTS, Found, Piece, find_changes, find_in_chunks, served
+from trainer_hooks.diff import (
+    CHUNK_ELEMENTS,
+    PIECE_ELEMENTS,
+    Found,
+    Piece,
+    find_changes,
+    find_in_chunks,
+    served,
+    tensor_bits,
+)
 from trainer_hooks.lanes import LANES, Lane, Lanes, stream_lanes
 from trainer_hooks.pinned import HostMemory
 from vllm_delta_snapshot.dtypes import Bits
@@ -117,6 +126,15 @@ class Pass:
                 return [found]
             current = _fetch(lane, marks[device], piece)
         return [find_changes(0, current, piece.baseline)]
+
+    def read(self, piece: Piece, marks: Marks) -> Bits:
+        """Bring a piece's elements to the host, in the serving dtype. Any thread; blocks, and as `find` otherwise."""
+        device = piece.current.device
+        lanes = self._device_diff.lanes_of(device) if device in marks else None
+        if lanes is None or piece.baseline.size == 0:
+            return tensor_bits(piece.current, piece.spec)
+        with lanes.take() as lane:
+            return _fetch(lane, marks[device], piece)
 
     def _find_there(self, lane: Lane, mark: object, piece: Piece) -> Found | None:
         """Compare on the device, unless it has no room."""

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import torch
 
+from trainer_hooks.audit import Digests, Turns, digest_pieces, prove, unseen
 from trainer_hooks.baseline import Baseline
 from trainer_hooks.device_diff import DeviceDiff, Marks
 from trainer_hooks.diff import PIECE_ELEMENTS, Piece, TensorDiff, difference, join_pieces, pieces
@@ -36,8 +37,9 @@ class Differ:
         specs: the tensors of the base checkpoint.
         baseline: what was published.
         base_model: where the base checkpoint is, for messages.
-        known: the fingerprints of the last publication.
+        known: the fingerprints of the last publication. One that turns out to be wrong is taken out.
         device_diff: where to compare what lies on an accelerator; by default as ``auto``.
+        turns: which pieces are audited; by default none.
 
     Attributes:
         fingerprints: those of this pass, once it is at its end.
@@ -53,13 +55,16 @@ class Differ:
         base_model: str,
         known: Fingerprints,
         device_diff: DeviceDiff | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._source = source
         self._specs = specs
         self._baseline = baseline
         self._base_model = base_model
         self._known = known
-        self._device_diff = device_diff
+        self._device_diff = device_diff or _DEVICE_DIFF
+        self._turns = turns
+        self._believed: dict[str, tuple[str, ...]] = {}  # tensors that are said to be unchanged, and their items
         self.fingerprints: Fingerprints = {}
         self.changed_tensors = 0
         self.seconds = 0.0
@@ -72,14 +77,28 @@ class Differ:
 
         Raises:
             SourceError: a tensor is missing, doubled, unknown or does not fit. What was yielded must not be published.
+            VerifyError: an audited piece is not what was found, or has changed although that was ruled out. The same.
         """
         started = time.monotonic()
-        for diff in diff_pieces(self._pieces(), pool, device_diff=self._device_diff):
+        is_audited = None if self._turns is None else self._turns.is_due
+        for diff in diff_pieces(self._pieces(), pool, device_diff=self._device_diff, is_audited=is_audited):
+            if diff.spec.name in self._believed:
+                self._known.pop(self._believed[diff.spec.name], None)
+                raise unseen(diff.spec.name)
             self.changed_tensors += 1
             self.seconds += time.monotonic() - started
             yield diff
             started = time.monotonic()
         self.seconds += time.monotonic() - started
+
+    def digests(self, pool: ThreadPoolExecutor | None) -> Iterator[Digests]:
+        """Yield the digests of all pieces, of the weights and of what was published; nothing is skipped.
+
+        Raises:
+            SourceError: see `diffs`.
+        """
+        self._known = {}
+        return digest_pieces(self._pieces(), pool, self._device_diff)
 
     def _pieces(self) -> Iterator[Piece | Join]:
         seen: list[str] = []
@@ -87,8 +106,10 @@ class Differ:
             if item.fingerprint is not None:
                 self.fingerprints[item.names] = item.fingerprint
                 if self._known.get(item.names) == item.fingerprint:
-                    seen.extend(item.names)
-                    continue
+                    if not self._is_any_due(item.names):
+                        seen.extend(item.names)
+                        continue
+                    self._believed |= dict.fromkeys(item.names, item.names)
             pairs = item.load()
             for name, tensor in pairs:
                 seen.append(name)
@@ -98,6 +119,9 @@ class Differ:
             if not item.stays:
                 yield JOIN
         check_names(seen, self._specs, self._base_model)
+
+    def _is_any_due(self, names: Iterable[str]) -> bool:
+        return self._turns is not None and self._turns.is_any_due(self._specs[name] for name in names)
 
     def _pieces_of(self, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
         spec = self._specs.get(name)
@@ -113,6 +137,7 @@ def diff_pieces(
     *,
     device_diff: DeviceDiff | None = None,
     is_digested: bool = True,
+    is_audited: Callable[[Piece], bool] | None = None,
 ) -> Iterator[TensorDiff]:
     """Yield the tensors that differ, whole and in order.
 
@@ -125,12 +150,22 @@ def diff_pieces(
         pool: threads to compare on; ``None`` for the caller's.
         device_diff: where to compare what lies on an accelerator; by default as ``auto``.
         is_digested: see `difference`.
+        is_audited: says of which pieces what was found is proven (`trainer_hooks.audit.prove`).
+
+    Raises:
+        VerifyError: what was found in a piece is not how it differs.
     """
     on_devices = (device_diff or _DEVICE_DIFF).begin()
 
     def compare(marked: tuple[list[Piece], Marks]) -> list[tuple[Piece, TensorDiff | None]]:
         batch, marks = marked
-        return [(piece, difference(piece, on_devices.find(piece, marks), is_digested=is_digested)) for piece in batch]
+        compared = []
+        for piece in batch:
+            diff = difference(piece, on_devices.find(piece, marks), is_digested=is_digested)
+            if is_audited is not None and is_audited(piece):
+                prove(piece, on_devices.read(piece, marks), diff)
+            compared.append((piece, diff))
+        return compared
 
     batches = (of if isinstance(of, Join) else (of, on_devices.mark(of)) for of in _batches(pieces))
     found: list[TensorDiff] = []

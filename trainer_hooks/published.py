@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trainer_hooks.audit import Turns
 from trainer_hooks.device_diff import DeviceDiff
 from trainer_hooks.differ import Differ, Fingerprints
 from trainer_hooks.kept import KeptChanges
@@ -78,9 +79,17 @@ class Published:
         self._attempt: Attempt | None = None
         self._is_moving = False
 
-    def differ(self, source: ParameterSource, base_model: str, device_diff: DeviceDiff) -> Differ:
-        """Return a pass that compares a source with what is published."""
-        return Differ(source, self.baseline.specs, self.baseline, base_model, self._fingerprints, device_diff)
+    def differ(
+        self, source: ParameterSource, base_model: str, device_diff: DeviceDiff, audit_every: int | None = None
+    ) -> Differ:
+        """Return a pass that compares a source with what is published, and audits its turn of that."""
+        specs = self.baseline.specs
+        turns = Turns.of(audit_every, self.head.version + 1, specs.values())
+        return Differ(source, specs, self.baseline, base_model, self._fingerprints, device_diff, turns)
+
+    def forget(self) -> None:
+        """Have the next pass believe no fingerprint."""
+        self._fingerprints = {}
 
     def commit(self, store: Store, attempt: Attempt) -> None:
         """Commit a publication whose files are written, and move to it. Blocks.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from trainer_hooks.audit import check_turns, lost_published, unlike_published
 from trainer_hooks.base_publisher import BasePublisher, Conduct, WhenBusy
 from trainer_hooks.device_diff import DeviceDiff, DiffOn
 from trainer_hooks.fit import check_fit
@@ -28,6 +29,8 @@ from trainer_hooks.whole_writing import WholeWriting
 from trainer_hooks.writing import WritingRules, default_buffer_bytes
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
+from vllm_delta_snapshot.format.digest import add_digests, format_digest
+from vllm_delta_snapshot.ordered import thread_pool
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 from vllm_delta_snapshot.upkeep import UpkeepPolicy
@@ -54,6 +57,8 @@ class DeltaPublisher(BasePublisher):
         skip_frozen: do not read a module's parameters that require no gradient while torch's version counters say that
             nobody wrote them. Saves time and can publish wrong weights: writes through ``.data`` and numpy are missed
             (docs/publishing.md, "What is compared"). By default everything is compared, always.
+        audit_every: prove by digests that what was found to differ is all that differs, of a part of the weights in
+            each publication, so that all are proven in this many; by default never (docs/publishing.md, "Audit").
         encoding: how changes are written: ``auto`` (the smallest for each tensor), ``absolute`` (the smallest that
             needs no old values), or the name of one encoding, which is forced; ``raw`` is what OpenRL reads. By default
             that which the run was started with, and ``auto`` for a new run.
@@ -98,6 +103,7 @@ class DeltaPublisher(BasePublisher):
         base: str | Path,
         names: Names | None = None,
         skip_frozen: bool = False,
+        audit_every: int | None = None,
         encoding: str | None = None,
         asynchronous: bool = True,
         when_busy: WhenBusy = "wait",
@@ -112,6 +118,8 @@ class DeltaPublisher(BasePublisher):
         observers: Iterable[PublishObserver] = (),
     ) -> None:
         conduct = Conduct(asynchronous, when_busy, drain_timeout_s)
+        check_turns(audit_every)
+        self._audit_every = audit_every
         self._device_diff = DeviceDiff(diff_on)
         self._source = source_of(model_or_source, names, skip_frozen=skip_frozen)
         store = open_store(str(sync_dir), single_writer=single_writer)
@@ -174,9 +182,30 @@ class DeltaPublisher(BasePublisher):
         started = time.monotonic()
         notes = notes_of(self._base_model, step, metrics)
         self._turns.settle(self._find_out)
-        differ = self._published.differ(self._source, self._base_model, self._device_diff)
+        differ = self._published.differ(self._source, self._base_model, self._device_diff, self._audit_every)
         writing = WholeWriting(self._rules, self._store, self._published, differ, notes, started=started)
         return self._turns.take(writing, is_asynchronous=self._conduct.asynchronous)
+
+    def _audit(self) -> int:
+        self._turns.settle(self._find_out)
+        head = self._published.head
+        differ = self._published.differ(self._source, self._base_model, self._device_diff)
+        current = published = elements = 0
+        wrong: dict[str, None] = {}
+        with thread_pool(self._rules.threads) as pool:
+            for of in differ.digests(pool):
+                current, published = add_digests(current, of.current), add_digests(published, of.published)
+                elements += of.piece.baseline.size
+                if of.current != of.published:
+                    wrong[of.piece.spec.name] = None
+        if wrong:
+            self._published.forget()
+            raise unlike_published(head.version, wrong)
+        for digest in map(format_digest, (published, current)):
+            if digest != head.state_digest:
+                raise lost_published(head.version, head.state_digest, digest)
+        self._check_store()
+        return elements
 
     def _find_out(self) -> bool:
         return self._published.settle(self._store, self._reopened)

@@ -30,11 +30,13 @@ from tests.support.shards import CASES, Story, experts, served
 from trainer_hooks import ShardedPublisher
 from vllm_delta_snapshot.anchor import write_anchor
 from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.errors import DeltaSnapshotError
 from vllm_delta_snapshot.retention import RetentionPolicy, plan_pruning, prune
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 
 EXPERTS = "experts"
+COPIED = "hsdp"
 ANCHORED = "an anchor and one delta"
 BEHIND = ("fsdp2", "fsdp1", "partials", "hsdp")
 """Cases that are published behind the step. What goes over groups is counted in the thread that steps."""
@@ -114,6 +116,12 @@ def play(name: str, work: Path) -> dict[str, Any]:
         full = trained.full()
         if dist.get_rank() == 0:
             save_file({key: served(key, t) for key, t in full.items()}, folder / f"expected-{number}.safetensors")
+    audits = [audited(publisher)]
+    if name == COPIED:
+        if dist.get_rank() == 3:  # one copy of two drifts
+            with torch.no_grad():
+                trained.source.up.weight.to_local().add_(1)
+        audits.append(audited(publisher))
     publisher.close()
     reports = [publication.report for publication in publications]
     return {
@@ -122,7 +130,17 @@ def play(name: str, work: Path) -> dict[str, Any]:
         "bytes": [opening.num_bytes, publishing.num_bytes],
         "elements": publisher._published.baseline.elements,
         "digest": publisher.state_digest,
+        "audits": audits,
     }
+
+
+def audited(publisher: ShardedPublisher) -> Any:
+    """Return what an audit says: version and elements, or the error."""
+    try:
+        report = publisher.audit()
+    except DeltaSnapshotError as error:
+        return str(error)
+    return [report.version, report.elements, report.state_digest]
 
 
 def main(work: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.shard_behind import ENDS
 from tests.support.shard_faults import DEATHS, FAULTS, Rows
 from tests.support.shard_memory import SHARD_BYTES
-from tests.support.shard_ranks import ANCHORED, EXPERTS
+from tests.support.shard_ranks import ANCHORED, COPIED, EXPERTS
 from tests.support.shards import CASES, Story
 from tests.support.tensors import bits_of
 from trainer_hooks import DeltaPublisher
@@ -85,6 +85,21 @@ def test_every_element_is_published_by_one_rank_and_all_ranks_agree(played: Play
     assert {json.dumps(rank["reports"]) for rank in ranks} == {json.dumps(ranks[0]["reports"])}
     skipped = ranks[0]["reports"][1]
     assert skipped == [2, 0, 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_audit_proves_every_element_on_every_rank(played: Played, name: str):
+    digest = played.run(name).read_version(Story.STEPS).state_digest
+    for rank in played.seen[name]:
+        version, elements, found = rank["audits"][0]
+        assert (version, found) == (Story.STEPS, digest)
+        assert elements >= played.base(name).total_elements
+
+
+def test_audit_finds_copies_that_differ_and_says_so_on_every_rank(played: Played):
+    for rank in played.seen[COPIED]:
+        assert "ranks hold different values of what should be copies" in rank["audits"][1]
+        assert "up.weight" in rank["audits"][1]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.core_model_loading import WeightRenaming
 from transformers.utils import logging as transformers_logging
 
 from tests.support.checkpoints import write_checkpoint
@@ -246,6 +247,17 @@ def test_renamed_parameter_is_handed_out_itself(moe: tuple[PreTrainedModel, Path
     [part] = names.parts(moe[0], "lm_head.weight", weight)
     [(name, tensor)] = part.load()
     assert (name, tensor.data_ptr()) == ("lm_head.weight", weight.data_ptr())
+
+
+def test_conversions_that_a_model_gets_later_are_found(moe: tuple[PreTrainedModel, Path]):
+    model, weight = moe[0], moe[0].lm_head.weight
+    names = CheckpointNames(model)
+    assert [list(part.forms) for part in names.parts(model, "lm_head.weight", weight)] == [["lm_head.weight"]]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            model, "_weight_conversions", [WeightRenaming("unembed.weight", "lm_head.weight")], raising=False
+        )
+        assert [list(part.forms) for part in names.parts(model, "lm_head.weight", weight)] == [["unembed.weight"]]
 
 
 def test_plain_module_keeps_its_names():

@@ -8,7 +8,7 @@ may continue what any other number began: each rebuilds its own elements from th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer_hooks.pinned import HostMemory
@@ -35,7 +35,8 @@ class Opened:
         policy: the encodings to publish in.
         version: the run's newest version.
         state_digest: the state digest there.
-        owned: the shards that this rank publishes, by their numbers in its plan.
+        shards: all that this rank holds, by their numbers in its plan.
+        owned: those that it publishes.
         baseline: their elements at that version.
     """
 
@@ -43,6 +44,7 @@ class Opened:
     policy: str
     version: int
     state_digest: str
+    shards: Sequence[Shard]
     owned: Mapping[int, Shard]
     baseline: ShardBaseline
 
@@ -91,7 +93,7 @@ def open_sharded(
         return {"digest": baseline.digest(), "state_digest": folder.read_run().base.state_digest}
 
     digest = ranks.round(replay, lambda replayed: _check_replayed(replayed, newest))
-    return Opened(found["run_id"], found["policy"], newest, digest, owned, baseline)
+    return Opened(found["run_id"], found["policy"], newest, digest, plan.shards, owned, baseline)
 
 
 def bring(baseline: ShardBaseline, folder: RunFolder, base: Checkpoint, version: int) -> None:

@@ -13,10 +13,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer_hooks.audit import Turns
 from trainer_hooks.device_diff import DeviceDiff
 from trainer_hooks.kept import KeptChanges
 from trainer_hooks.publish import is_committed
 from trainer_hooks.published import Head
+from trainer_hooks.sharded.audit import ShardAudit
 from trainer_hooks.sharded.baseline import ShardBaseline
 from trainer_hooks.sharded.differ import ShardDiffer, ShardFingerprints
 from trainer_hooks.sharded.opening import Opened, bring
@@ -27,6 +29,7 @@ from vllm_delta_snapshot.format.digest import add_digests
 from vllm_delta_snapshot.format.version import VersionRecord
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store
+from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["ShardAttempt", "ShardPublished"]
 
@@ -66,14 +69,20 @@ class ShardPublished:
         self.baseline: ShardBaseline = opened.baseline
         self.attempt: ShardAttempt | None = None
         self.record: VersionRecord | None = None
+        self._shards = opened.shards
         self._owned: Mapping[int, Shard] = opened.owned
         self._digest = opened.baseline.digest()
         self._fingerprints: ShardFingerprints = {}
         self._is_moving = False
 
-    def differ(self, source: ShardSource, device_diff: DeviceDiff) -> ShardDiffer:
-        """Return a pass that compares a source with what is published."""
-        return ShardDiffer(source, self._owned, self.baseline, self._fingerprints, device_diff)
+    def differ(self, source: ShardSource, device_diff: DeviceDiff, turns: Turns | None = None) -> ShardDiffer:
+        """Return a pass that compares a source with what is published, and audits its turn of that."""
+        return ShardDiffer(source, self._owned, self.baseline, self._fingerprints, device_diff, turns)
+
+    def audit(self, source: ShardSource, specs: Mapping[str, TensorSpec]) -> ShardAudit:
+        """Return a pass that audits all that this rank holds. The next comparison believes no fingerprint."""
+        self._fingerprints = {}
+        return ShardAudit(source, self._shards, self._owned, self.baseline, specs)
 
     def mend(self, folder: RunFolder, base: Checkpoint) -> bool:
         """Make this rank's part whole again if moving it was interrupted; say whether it was. Blocks if so.

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
+from trainer_hooks.audit import Turns, check_turns
 from trainer_hooks.base_publisher import BasePublisher, Conduct, WhenBusy
 from trainer_hooks.device_diff import DeviceDiff, DiffOn
 from trainer_hooks.kernel import load_kernel
@@ -26,6 +27,7 @@ from trainer_hooks.observers import PublishObserver
 from trainer_hooks.publication import Fleet, Publication, R, notes_of
 from trainer_hooks.published import Head
 from trainer_hooks.saved_state import SavedState
+from trainer_hooks.sharded.audit import check_audited
 from trainer_hooks.sharded.module import ShardedModuleSource
 from trainer_hooks.sharded.opening import open_sharded
 from trainer_hooks.sharded.published import ShardPublished
@@ -38,6 +40,7 @@ from trainer_hooks.writing import WritingRules, default_buffer_bytes
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import RankFailed, SourceError, VerifyError
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
+from vllm_delta_snapshot.ordered import thread_pool
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store, open_store
 from vllm_delta_snapshot.upkeep import UpkeepPolicy
@@ -66,6 +69,7 @@ class ShardedPublisher(BasePublisher):
             to return ranges of consecutive elements of them.
         skip_frozen: see `DeltaPublisher`; of a `DTensor` torch counts no writes at all, so one that is frozen is then
             only read when it is replaced.
+        audit_every: see `DeltaPublisher`; each rank proves its own.
         encoding: see `DeltaPublisher`. OpenRL cannot read what several ranks write, whatever the encoding.
         group: the ranks that hold the model together; by default all.
         asynchronous: see `DeltaPublisher`.
@@ -99,6 +103,7 @@ class ShardedPublisher(BasePublisher):
         base: str | Path,
         names: Names | None = None,
         skip_frozen: bool = False,
+        audit_every: int | None = None,
         encoding: str | None = None,
         group: dist.ProcessGroup | None = None,
         asynchronous: bool = True,
@@ -115,6 +120,8 @@ class ShardedPublisher(BasePublisher):
         timeout_s: float = 1800.0,
     ) -> None:
         conduct = Conduct(asynchronous, when_busy, drain_timeout_s)
+        check_turns(audit_every)
+        self._audit_every = audit_every
         self._device_diff = DeviceDiff(diff_on)
         self._ranks = Ranks(group, timeout_s=timeout_s)
         # Of their own, so that what is said behind the step does not come in between.
@@ -222,11 +229,39 @@ class ShardedPublisher(BasePublisher):
 
     def _publish(self, step: int | None, metrics: Mapping[str, float] | None, *, may_skip: bool) -> Publication:
         started = time.monotonic()
+        publication_id = self._next(step, metrics, may_skip=may_skip)
+        if publication_id is None:
+            return Publication(None, None)
+        notes = notes_of(self._base_model, *((step, metrics) if self._ranks.rank == 0 else (None, None)))
+        turns = Turns.of(self._audit_every, self.version + 1, self._base.specs.values())
+        differ = self._published.differ(self._source, self._device_diff, turns)
+        writing = ShardWriting(
+            self._rules, self._place, self._published, differ, notes, publication_id=publication_id, started=started
+        )
+        return self._turns.take(writing, is_asynchronous=self._conduct.asynchronous)
+
+    def _audit(self) -> int:
+        self._next(None, None, may_skip=False)
+        audit = self._published.audit(self._source, self._base.specs)
+
+        def work() -> JSON:
+            with thread_pool(self._rules.threads) as pool:
+                return audit.run(pool, self._device_diff)
+
+        def decide(parts: list[JSON]) -> JSON:
+            elements = check_audited(parts, self._head)
+            self._check_store()
+            return elements
+
+        return int(self._ranks.round(work, decide))
+
+    def _next(self, step: int | None, metrics: Mapping[str, float] | None, *, may_skip: bool) -> str | None:
+        """Wait for the publication before, on all ranks; return the next one's id, or ``None`` if it is skipped."""
         begun = self._ranks.round(
             lambda: self._ready(may_skip=may_skip), lambda heard: self._begin(heard, step, metrics)
         )
         if begun["is_skipped"]:
-            return Publication(None, None)
+            return None
         untold, self._untold = self._untold, None
         if begun["adopted"] is not None:
             logger.warning("version=%d was committed although its answer was lost", self.version + 1)
@@ -234,12 +269,7 @@ class ShardedPublisher(BasePublisher):
         self._published.attempt = None
         if begun["failed"] is not None:
             raise untold or RankFailed(f"the publication before failed on {begun['failed']}", hint=_AGAIN)
-        notes = notes_of(self._base_model, *((step, metrics) if self._ranks.rank == 0 else (None, None)))
-        differ = self._published.differ(self._source, self._device_diff)
-        writing = ShardWriting(
-            self._rules, self._place, self._published, differ, notes, publication_id=begun["id"], started=started
-        )
-        return self._turns.take(writing, is_asynchronous=self._conduct.asynchronous)
+        return str(begun["id"])
 
     def _ready(self, *, may_skip: bool) -> JSON:
         """Say whether this rank can take a turn, and what it knows of the one before."""
