@@ -15,6 +15,7 @@ from trainer_hooks.baseline import Baseline
 from trainer_hooks.device_diff import DeviceDiff, Marks
 from trainer_hooks.diff import PIECE_ELEMENTS, Piece, TensorDiff, difference, join_pieces, pieces
 from trainer_hooks.fit import check_names
+from trainer_hooks.overlap import refuse_lent
 from trainer_hooks.source import ParameterSource, all_exist, refuse_unreadable
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.ordered import JOIN, Join, ordered_map
@@ -102,6 +103,7 @@ class Differ:
 
     def _pieces(self) -> Iterator[Piece | Join]:
         seen: list[str] = []
+        apart: list[tuple[str, torch.Tensor]] = []
         for item in self._source.items(self._specs):
             if item.fingerprint is not None:
                 self.fingerprints[item.names] = item.fingerprint
@@ -113,12 +115,15 @@ class Differ:
             pairs = item.load()
             for name, tensor in pairs:
                 seen.append(name)
+                if item.is_apart:
+                    apart.append((name, tensor))
                 yield from self._pieces_of(name, tensor)
                 if not (item.stays or all_exist(pairs)):
                     yield JOIN
             if not item.stays:
                 yield JOIN
         check_names(seen, self._specs, self._base_model)
+        refuse_lent(apart, self._baseline.bits)
 
     def _is_any_due(self, names: Iterable[str]) -> bool:
         return self._turns is not None and self._turns.is_any_due(self._specs[name] for name in names)

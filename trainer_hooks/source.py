@@ -44,6 +44,7 @@ class SourceItem:
             publication.
         stays: whether the tensors stay as they are while later items are asked for, so that these may be read at the
             same time. If not, they are read before the source is asked for the next item.
+        is_apart: whether a tensor may lie in the memory of another item's only where the two are published as equal.
     """
 
     names: tuple[str, ...]
@@ -51,6 +52,7 @@ class SourceItem:
     fingerprint: Hashable | None = None
     forms: tuple[Form, ...] = ()
     stays: bool = False
+    is_apart: bool = False
 
 
 @runtime_checkable
@@ -160,7 +162,7 @@ class IterableSource:
         stays = all_exist(given)
         for name, tensor in given.items() if isinstance(given, Mapping) else given:
             refuse_unreadable(name, tensor)
-            yield SourceItem((name,), _constant(name, tensor), stays=stays)
+            yield SourceItem((name,), _constant(name, tensor), stays=stays, is_apart=stays)
 
 
 def all_exist(given: object) -> bool:

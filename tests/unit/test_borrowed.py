@@ -151,6 +151,43 @@ def test_one_buffer_on_a_device_is_read_before_it_is_filled_again(
     assert (lanes.copies["to device"] > 0) == (way == "device")
 
 
+COLLECTED: dict[str, Callable[[Pairs], Any]] = {"list": list, "tuple": tuple, "dict": dict}
+
+
+@pytest.mark.parametrize("collect", COLLECTED.values(), ids=COLLECTED)
+@pytest.mark.parametrize("export", [one_buffer, EXPORTERS["an array of numpy's"]])
+@pytest.mark.parametrize("sizes", [SIZES, {"a": 8, "b": 8, "c": 8, "d": 8}], ids=["of all sizes", "alike"])
+def test_what_was_lent_and_collected_is_refused(
+    tmp_path: Path, export: Export, collect: Callable[[Pairs], Any], sizes: dict[str, int]
+):
+    training = Training(sizes)
+    write_checkpoint(tmp_path / "base", training.weights)
+
+    def source() -> Any:
+        return collect(export(training.weights))
+
+    with pytest.raises(SourceError, match="lie in the same memory, but are different ones") as caught:
+        DeltaPublisher(source, sync_dir=str(tmp_path / "run"), base=tmp_path / "base").publish()
+    assert "no list or dict" in str(caught.value.hint)
+    assert not list((tmp_path / "run").glob("versions/*"))
+    if collect is not dict:
+        with pytest.raises(SourceError, match="lie in the same memory, but are different ones"):
+            ShardedPublisher(source, sync_dir=str(tmp_path / "other"), base=tmp_path / "base")
+
+
+def test_tied_weights_in_a_dict_are_published_under_both_names(tmp_path: Path):
+    whole = torch.randn(12, 4)
+    pairs = {"embed": whole, "head": whole.detach(), "used": whole[:9], "left": whole[:, :2], "right": whole[:, 2:]}
+    write_checkpoint(tmp_path / "base", {name: tensor.clone() for name, tensor in pairs.items()})
+    history = []
+    with DeltaPublisher(pairs, sync_dir=str(tmp_path / "run"), base=tmp_path / "base") as publisher:
+        for _ in range(3):
+            history.append({name: bits_of(tensor) for name, tensor in pairs.items()})
+            whole[3:7] += 1
+            publisher.publish()
+    check(tmp_path, [*history, {name: bits_of(tensor) for name, tensor in pairs.items()}])
+
+
 class LazyMapping(Mapping[str, torch.Tensor]):
     """A mapping that makes its tensors when they are asked for, in one buffer."""
 

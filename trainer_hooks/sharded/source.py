@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from trainer_hooks.fit import misfit_of
+from trainer_hooks.overlap import refuse_lent
 from trainer_hooks.sharded.runs import Runs
 from trainer_hooks.source import all_exist, refuse_unreadable
 from vllm_delta_snapshot.errors import SourceError
@@ -195,9 +196,18 @@ class PartialSource:
     def _pass(self) -> Iterator[tuple[PartialTensor, bool]]:
         """Yield the boxes, and whether they stay while later ones are asked for."""
         given = self._partials()
-        stays = all_exist(given)
-        for item in given:
-            yield item if isinstance(item, PartialTensor) else PartialTensor(*item), stays
+        if not all_exist(given):
+            for item in given:
+                yield _partial(item), False
+            return
+        partials = [_partial(item) for item in given]
+        refuse_lent(((of.name, of.tensor) for of in partials), None)
+        for partial in partials:
+            yield partial, True
+
+
+def _partial(item: PartialTensor | tuple[str, torch.Tensor]) -> PartialTensor:
+    return item if isinstance(item, PartialTensor) else PartialTensor(*item)
 
 
 def _constant(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
