@@ -38,6 +38,7 @@ DENSITIES = (0.001, 0.01, 0.1)
 AT_DENSITY = 0.01
 REPETITIONS = 5
 TIMES = ("memcpy", "blocked", "committed", "sync", "save_pretrained")
+PROOFS = ("unchanged", "skip_frozen", "audit", "audit_every=10", "audit_every=1")
 
 
 def main() -> int:
@@ -50,6 +51,7 @@ def main() -> int:
         base = folder / "base"
         model.save_pretrained(base)
         rows = {density: _measure(model, base, folder / f"{density:g}", density) for density in DENSITIES}
+        proofs = _prove(model, base, folder)
     at = rows[AT_DENSITY]
     result = {
         "blocking_async_vs_sync": at["blocked_vs_sync"][0],
@@ -59,6 +61,7 @@ def main() -> int:
         "model_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "repetitions": REPETITIONS,
         "by_density": {f"{density:g}": row for density, row in rows.items()},
+        "proofs": proofs,
     }
     _write_report(result)
     print(json.dumps(result))
@@ -97,6 +100,35 @@ def _measure(model: LlamaForCausalLM, base: Path, folder: Path, density: float) 
         "peak_sync": _in_fresh_process(_peak, base, folder / "peak-sync", density, False),
         "seconds": {name: spread(values) for name, values in times.items()},
     }
+
+
+def _prove(model: LlamaForCausalLM, base: Path, folder: Path) -> dict[str, list[float]]:
+    """Time what comparing a frozen model costs, what skipping it saves, and what audits take, beside a memory copy."""
+    weights = [parameter.data for parameter in model.requires_grad_(False).parameters()]
+    target = [torch.empty_like(tensor) for tensor in weights]
+    publishers = {
+        name: DeltaPublisher(model, sync_dir=str(folder / name), base=base, **options)
+        for name, options in (
+            ("unchanged", {}),
+            ("skip_frozen", {"skip_frozen": True}),
+            ("audit_every=10", {"audit_every": 10}),
+            ("audit_every=1", {"audit_every": 1}),
+        )
+    }
+    times: dict[str, list[float]] = {name: [] for name in ("memcpy", *PROOFS)}
+    for repetition in range(-1, REPETITIONS):
+        progress(f"proofs: {repetition + 1}/{REPETITIONS}")
+        found = {"memcpy": timed(lambda: [to.copy_(tensor) for to, tensor in zip(target, weights, strict=True)])}
+        for name, publisher in publishers.items():
+            started = time.perf_counter()
+            publication = publisher.publish()
+            found[name] = time.perf_counter() - started
+            publication.wait()
+        found["audit"] = timed(publishers["unchanged"].audit)
+        for name, seconds in found.items() if repetition >= 0 else ():
+            times[name].append(seconds)
+    model.requires_grad_()
+    return {name: spread(values) for name, values in times.items()}
 
 
 def _peak(base: Path, sync_dir: Path, density: float, asynchronous: bool) -> float:
@@ -165,6 +197,14 @@ def _write_report(result: dict[str, Any]) -> None:
         " weights, in a process of its own that has loaded the compiler of the diff before (80 MB, whatever the model)."
     )
     write_section("publish", "What publishing costs the trainer", method, heads, rows)
+    proofs = [["{:.3f} ({:.3f}-{:.3f})".format(*result["proofs"][name]) for name in ("memcpy", *PROOFS)]]
+    method = (
+        f"`make bench-publish`. The same model ({result['model_bytes'] / 1e6:.0f} MB), frozen and unchanged; {machine()}."
+        " How long `publish` blocks when it compares everything and finds nothing (*unchanged*), and with `skip_frozen=True`;"
+        " how long `audit()` takes; and how long `publish` blocks when it audits a tenth of the weights, or all, beside."
+        f" Seconds; medians of {REPETITIONS} repetitions, smallest and largest in brackets."
+    )
+    write_section("proofs", "What comparing and proving everything costs", method, ["memcpy s", *PROOFS], proofs)
 
 
 if __name__ == "__main__":

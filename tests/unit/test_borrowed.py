@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,10 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 class Training:
     """Random weights of several sizes and types, that change."""
 
-    def __init__(self, sizes: Mapping[str, int] = SIZES) -> None:
+    def __init__(self, sizes: Mapping[str, int] = SIZES, codes: Sequence[str] = DTYPES) -> None:
         self.weights = {
             name: to_torch(random_bits(code, size, name), TensorSpec(name, (size,), code))
-            for (name, size), code in zip(sizes.items(), DTYPES * len(sizes), strict=False)
+            for (name, size), code in zip(sizes.items(), itertools.cycle(codes), strict=False)
         }
 
     def step(self, number: int) -> None:
@@ -160,7 +161,7 @@ COLLECTED: dict[str, Callable[[Pairs], Any]] = {"list": list, "tuple": tuple, "d
 def test_what_was_lent_and_collected_is_refused(
     tmp_path: Path, export: Export, collect: Callable[[Pairs], Any], sizes: dict[str, int]
 ):
-    training = Training(sizes)
+    training = Training(sizes, DTYPES if sizes is SIZES else ("BF16",))
     write_checkpoint(tmp_path / "base", training.weights)
 
     def source() -> Any:
