@@ -13,6 +13,7 @@ commits, `publisher` ties these together, `resume` finds the way back after a re
 model that several processes hold together.
 """
 
+from trainer_hooks.audit import AuditReport
 from trainer_hooks.metrics import PublishMetrics
 from trainer_hooks.observers import PublishObserver
 from trainer_hooks.publisher import DeltaPublisher, Publication, PublishReport
@@ -22,6 +23,7 @@ from trainer_hooks.trackers import TensorBoardObserver, WandbObserver
 from vllm_delta_snapshot.upkeep import UpkeepPolicy
 
 __all__ = [
+    "AuditReport",
     "DeltaPublisher",
     "IterableSource",
     "ModuleSource",
