@@ -189,7 +189,7 @@ class _Ours:
         started = time.perf_counter()
         report = self._publisher.publish().report
         published = time.perf_counter()
-        sync_llm(self._llm, report.version)
+        sync_llm(self._llm, report.version, run_id=self._publisher.run_id)
         parts = {
             "diff_s": report.diff_s,
             "publish_s": published - started,
@@ -253,10 +253,11 @@ class _Ours:
     def _bring_there(self) -> None:
         from vllm_delta_snapshot.drive import sync_llm
 
-        sync_llm(self._llm, self._publisher.version)
+        sync_llm(self._llm, self._publisher.version, run_id=self._publisher.run_id)
 
     def _update(self, version: int, action: str) -> None:
-        self._llm.update_weights({"update_info": {"version": version, "action": action}})
+        asked = {"version": version, "run": self._publisher.run_id, "action": action}
+        self._llm.update_weights({"update_info": asked})
 
     def check(self) -> None:
         """See that the engine has what the trainer has."""

@@ -124,7 +124,7 @@ def _measure(client: ServerClient, trainer: _Trainer, folder: Path) -> dict[str,
                 rates[control].append(during.rate / before.rate)
                 gaps[control].append(during.longest_gap)
             started = time.perf_counter()
-            pauses.append(sync_server(client, trainer.version).pause_s)
+            pauses.append(sync_server(client, trainer.version, run_id=trainer.run_id).pause_s)
             gaps["applying"].append(stream.between(started, time.perf_counter()).longest_gap)
     verify_server(client, trainer.version)
     return {
@@ -202,6 +202,7 @@ class _Trainer:
         self._publisher = DeltaPublisher(self._weights, sync_dir=str(self.sync_dir), base=self.base, asynchronous=False)
         self._hidden: list[tuple[Path, Path]] = []
         self._generator = torch.Generator().manual_seed(0)
+        self.run_id = self._publisher.run_id
         self.version = self.changes = 0
 
     def publish_hidden(self, copy: Path | None) -> Path:

@@ -109,6 +109,11 @@ class BasePublisher(ABC):
     @abstractmethod
     def _head(self) -> Head: ...
 
+    def _digest_of(self, version: int) -> str | None:
+        """Return the state digest of a version, if it is the newest."""
+        head = self._head
+        return head.state_digest if head.version == version else None
+
     def publish(self, *, step: int | None = None, metrics: Mapping[str, float] | None = None) -> Publication:
         """Publish what changed since the newest version; a valid empty delta if nothing did.
 

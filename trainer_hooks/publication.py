@@ -127,7 +127,7 @@ class Publication:
 class Fleet(Protocol[R]):
     """Engines that can be brought to a version."""
 
-    def sync(self, version: int, *, run_id: str | None = None) -> R:
+    def sync(self, version: int, *, run_id: str | None = None, state_digest: str | None = None) -> R:
         """Bring them there, and report."""
         ...
 

@@ -174,7 +174,8 @@ class DeltaPublisher(BasePublisher):
             DeltaSnapshotError: see `publish`; it is never skipped.
         """
         publication = self._call(step, metrics, may_skip=False)
-        return fleet.sync(publication.wait().version, run_id=self.run_id)
+        version = publication.wait().version
+        return fleet.sync(version, run_id=self.run_id, state_digest=self._digest_of(version))
 
     def _publish(self, step: int | None, metrics: Mapping[str, float] | None, *, may_skip: bool) -> Publication:
         if may_skip and self._turns.is_busy:

@@ -112,6 +112,13 @@ class RunFolder:
         """
         return _twice(lambda: self._read_version(version))
 
+    def state_digest(self, version: int) -> str:
+        """Return the state digest that a version leads to; of version 0 that of the base.
+
+        Raises: see `read_version` and `read_run`.
+        """
+        return self.read_version(version).state_digest if version else self.read_run().base.state_digest
+
     def _read_version(self, version: int) -> VersionRecord:
         key = layout.version_key(version)
         data = self._read_small(key, f"version {version}")

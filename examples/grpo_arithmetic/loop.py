@@ -65,7 +65,7 @@ def run_step(
 
     reward = mean_reward(rollouts)
     publication = publisher.publish(step=step, metrics={"reward": reward})
-    update = sync_server(client, publication.version, pause_mode="keep")
+    update = sync_server(client, publication.version, run_id=publisher.run_id, pause_mode="keep")
 
     return StepRecord(
         step=step,

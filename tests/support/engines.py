@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,16 @@ class Engine:
     def backend(self) -> Any:
         """Our end in the worker."""
         return self.worker.weight_transfer_engine
+
+    @property
+    def run_id(self) -> str:
+        """The run that the engine follows."""
+        return str(self.backend._at.run_id)
+
+
+def run_id_in(sync_dir: Path) -> str:
+    """Return the id of the run in a folder."""
+    return str(json.loads((sync_dir / "run.json").read_bytes())["run_id"])
 
 
 @contextlib.contextmanager

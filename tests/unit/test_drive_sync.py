@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.stub_server import EngineStub, answering
 from vllm_delta_snapshot.drive import ServerClient, ServerError, sync_server
-from vllm_delta_snapshot.drive.sync import UNCERTAIN_LABEL
+from vllm_delta_snapshot.drive.labels import UNCERTAIN_LABEL
 from vllm_delta_snapshot.errors import ApplyError, WeightsUncertain
 
 

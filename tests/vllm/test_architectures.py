@@ -51,7 +51,7 @@ def test_published_steps_are_served_exactly_as_by_a_fresh_engine(
         sync_llm(live.llm, 5, run_id=publisher.run_id)
         label, tokens, checksums = live.llm.get_weight_version(), live.tokens() if generates else [], live.checksums()
         verify_llm(live.llm)
-        sync_llm(live.llm, 0, allow_rollback=True)
+        sync_llm(live.llm, 0, allow_rollback=True, run_id=publisher.run_id)
         assert live.checksums() == base_checksums
         assert (live.tokens() if generates else []) == base_tokens
 
@@ -86,7 +86,7 @@ def _undoes_interrupted_updates(live: Engine, version: int, monkeypatch: pytest.
             patched.setattr(transaction, "apply", break_off)
             live.llm.start_weight_update()
             try:
-                live.llm.update_weights({"update_info": {"version": version}})
+                live.llm.update_weights({"update_info": {"version": version, "run": live.run_id}})
             except RuntimeError as error:
                 assert "interrupted" in str(error)  # noqa: PT017 - the loop ends when nothing is raised any more
             else:

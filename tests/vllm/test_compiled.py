@@ -91,12 +91,12 @@ def test_compiled_engine_answers_after_updates_as_a_fresh_one(architecture: str,
             if number == 3:
                 _recreate(live.model, "norm")
             if number != 2:  # the second is missed, and merged into the third
-                sync_llm(live.llm, number)
+                sync_llm(live.llm, number, run_id=publisher.run_id)
         after = live.checksums(), live.answers()
         verify_llm(live.llm)
-        sync_llm(live.llm, 0, allow_rollback=True)
+        sync_llm(live.llm, 0, allow_rollback=True, run_id=publisher.run_id)
         assert (live.checksums(), live.answers()) == before
-        sync_llm(live.llm, 3)
+        sync_llm(live.llm, 3, run_id=publisher.run_id)
         assert (live.checksums(), live.answers()) == after
 
     materialize(RunFolder(open_store(str(sync_dir))), Checkpoint(base), 3, final)

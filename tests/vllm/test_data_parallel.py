@@ -24,7 +24,7 @@ def test_replicas_take_versions_together_and_go_back(tmp_path: Path) -> None:
         # Requests go to the replicas in turn: each prompt twice asks both.
         before = [[greedy(client, list(prompt), 12) for _ in range(2)] for prompt in PROMPTS]
         train_step(model, 1)
-        sync_server(client, publisher.publish().version)
+        sync_server(client, publisher.publish().version, run_id=publisher.run_id)
         verify_server(client)
         with pytest.raises(ServerError) as caught:
             verify_server(client, 0)
@@ -32,7 +32,7 @@ def test_replicas_take_versions_together_and_go_back(tmp_path: Path) -> None:
         after = [[greedy(client, list(prompt), 12) for _ in range(2)] for prompt in PROMPTS]
         assert all(one == other for one, other in before + after)
         assert after != before
-        sync_server(client, 0, allow_rollback=True)
+        sync_server(client, 0, allow_rollback=True, run_id=publisher.run_id)
         verify_server(client)
         assert [[greedy(client, list(prompt), 12) for _ in range(2)] for prompt in PROMPTS] == before
     areas = [path for path in (tmp_path / "stage").iterdir() if path.is_dir()]

@@ -129,7 +129,7 @@ def test_sync_after_a_trainer_that_was_killed_at_any_step_brings_both_to_the_new
     for number in itertools.count(1):
         version = setup.publish()
         # From here on each sync asks the same: nothing is waited for any more.
-        _wait_prepared(setup.clients[0], "prepare", {"version": version}, 60)
+        _wait_prepared(setup.clients[0], "prepare", {"version": version, "run": setup.publisher.run_id}, 60)
         death = forked(lambda number=number, version=version: _sync_until(setup, version, number, is_asked=is_asked))
         if number % 4 == 0:
             version = setup.publish()

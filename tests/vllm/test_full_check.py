@@ -30,16 +30,16 @@ def test_full_check_finds_one_flipped_bit_and_rollback_is_exact(
         verify_llm(live.llm)
         for number in (1, 2, 3):
             train_step(model, number)
-            sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60)
+            sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60, run_id=publisher.run_id)
             history.append(live.checksums())
         verify_llm(live.llm)
         with pytest.raises(VerifyError, match="live weights are not those of version 2"):
-            verify_llm(live.llm, 2)
+            verify_llm(live.llm, 2, run_id=publisher.run_id)
         _finds_flipped_bits(live)
         with pytest.raises(OutOfOrder, match="allow_rollback"):
-            sync_llm(live.llm, 2)
+            sync_llm(live.llm, 2, run_id=publisher.run_id)
         for version in (2, 0, 3, 1):
-            sync_llm(live.llm, version, stage_timeout_s=60, allow_rollback=True)
+            sync_llm(live.llm, version, stage_timeout_s=60, allow_rollback=True, run_id=publisher.run_id)
             assert live.checksums() == history[version]
             verify_llm(live.llm)
         assert len({tuple(sums.values()) for sums in history}) == len(history)
@@ -74,7 +74,7 @@ def test_weights_in_another_type_are_converted_as_the_loader_does(tmp_path: Path
     for dtype in ("float32", "float16"):
         with engine(base, dtype=dtype) as live:
             live.init(sync_dir=str(run))
-            sync_llm(live.llm, 1, stage_timeout_s=60)
+            sync_llm(live.llm, 1, stage_timeout_s=60, run_id=publisher.run_id)
             verify_llm(live.llm)
             checksums, tokens = live.checksums(), live.tokens()
         with engine(tmp_path / "one", dtype=dtype) as fresh:

@@ -34,7 +34,7 @@ def test_late_engine_catches_up_from_an_anchor_in_one_pause_and_one_left_behind_
     publish(1, 2)
     with engine(base) as left_behind:
         left_behind.init(sync_dir=str(run))
-        sync_llm(left_behind.llm, 2)
+        sync_llm(left_behind.llm, 2, run_id=publisher.run_id)
         old = left_behind.checksums()
         left_behind.shutdown_transfer()
         publish(3, 7)
@@ -43,15 +43,15 @@ def test_late_engine_catches_up_from_an_anchor_in_one_pause_and_one_left_behind_
         prune(folder, plan_pruning(folder, RetentionPolicy(keep_versions=2)))
         left_behind.init(sync_dir=str(run))
         with pytest.raises(BrokenChain, match="restart this one"):
-            sync_llm(left_behind.llm, 7, stage_timeout_s=20)
+            sync_llm(left_behind.llm, 7, stage_timeout_s=20, run_id=publisher.run_id)
         assert left_behind.checksums() == old
         left_behind.shutdown_transfer()
     with engine(base) as late:
         late.init(sync_dir=str(run))
-        assert sync_llm(late.llm, 7, stage_timeout_s=60).version == 7
+        assert sync_llm(late.llm, 7, stage_timeout_s=60, run_id=publisher.run_id).version == 7
         verify_llm(late.llm)
         publish(8, 8)
-        sync_llm(late.llm, 8, stage_timeout_s=60)
+        sync_llm(late.llm, 8, stage_timeout_s=60, run_id=publisher.run_id)
         found = late.checksums()
     made = materialize(folder, None, 8, tmp_path / "eight")
     with engine(Path(made.folder)) as fresh:

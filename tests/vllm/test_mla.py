@@ -42,7 +42,7 @@ def test_quantized_mla_is_after_updates_what_a_fresh_engine_is(tmp_path: Path, m
         base_tokens = live.tokens()
         for number in (1, 2):
             train_step(model, number)
-            sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60)
+            sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60, run_id=publisher.run_id)
         tokens, checksums = live.tokens(), live.checksums()
         assert checksums[f"{ATTENTION}.W_UV"] != before[f"{ATTENTION}.W_UV"]
         assert _addresses(live) == addresses
@@ -54,7 +54,7 @@ def test_quantized_mla_is_after_updates_what_a_fresh_engine_is(tmp_path: Path, m
         with monkeypatch.context() as patched:
             patched.setattr(DerivedPlan, "recompute", _fails_half_way(DerivedPlan.recompute))
             with pytest.raises(RuntimeError, match="the kernel broke"):
-                sync_llm(live.llm, version, stage_timeout_s=60)
+                sync_llm(live.llm, version, stage_timeout_s=60, run_id=publisher.run_id)
         assert (live.tokens(), live.checksums(), _addresses(live)) == (tokens, checksums, addresses)
         verify_llm(live.llm)
         _is_refused_while_experts_may_move(live, version, sync_dir)
@@ -81,12 +81,12 @@ def test_worker_that_fails_before_a_reload_with_collectives_leaves_none_waiting(
         version = publisher.publish().version
         live.llm.llm_engine.collective_rpc(break_writing, args=(1, 0))
         with pytest.raises(Exception, match="interrupted"):
-            sync_llm(live.llm, version, stage_timeout_s=60)
+            sync_llm(live.llm, version, stage_timeout_s=60, run_id=publisher.run_id)
         with contextlib.suppress(Exception):
             live.llm.finish_weight_update()
         assert live.all_checksums() == before
         live.llm.llm_engine.collective_rpc(break_writing, args=(-1, 0))
-        sync_llm(live.llm, version, stage_timeout_s=60)
+        sync_llm(live.llm, version, stage_timeout_s=60, run_id=publisher.run_id)
         verify_llm(live.llm)
         after = live.all_checksums()
         assert all(after[rank][f"{ATTENTION}.W_UV"] != before[rank][f"{ATTENTION}.W_UV"] for rank in (0, 1))
@@ -130,7 +130,7 @@ def _is_refused_while_experts_may_move(live: Engine, version: int, sync_dir: Pat
         with pytest.raises(TensorRefused, match="EPLB"):
             repair_llm(live.llm)
         with pytest.raises(TensorRefused, match="EPLB"):
-            sync_llm(live.llm, version, stage_timeout_s=60)
+            sync_llm(live.llm, version, stage_timeout_s=60, run_id=live.run_id)
         with pytest.raises(TensorRefused, match="without --enable-eplb"):
             live.init(sync_dir=str(sync_dir))
     finally:

@@ -27,6 +27,6 @@ def test_engine_follows_a_run_in_a_bucket(name: str, tmp_path: Path, monkeypatch
         before = live.checksums()
         for number in (1, 2):
             train_step(model, number)
-            sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60)
-        verify_llm(live.llm, 2)
+            sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60, run_id=publisher.run_id)
+        verify_llm(live.llm, 2, run_id=publisher.run_id)
         assert live.checksums() != before

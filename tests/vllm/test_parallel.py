@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.breaking import break_writing, refuse_scattering
 from tests.support.digests import unchanged
-from tests.support.engines import Engine, engine
+from tests.support.engines import Engine, engine, run_id_in
 from tests.support.tiny_models import WEIGHTS_ONLY, make_model, train_step
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
@@ -59,14 +59,14 @@ def test_workers_take_updates_exactly_and_go_back(architecture: str, options: di
             publisher = DeltaPublisher(model, sync_dir=str(run), base=base, encoding=encoding, asynchronous=False)
             publisher.publish()
             if number == 3:
-                _all_undo_what_one_interrupts(live, number)
+                _all_undo_what_one_interrupts(live, number, publisher.run_id)
             elif number != 2:
-                sync_llm(live.llm, number, stage_timeout_s=60)
+                sync_llm(live.llm, number, stage_timeout_s=60, run_id=publisher.run_id)
                 first_sums = live.all_checksums()
         verify_llm(live.llm)
         sums, tokens = live.all_checksums(), live.tokens() if generates else []
         assert len(sums) == 2
-        sync_llm(live.llm, 0, stage_timeout_s=60, allow_rollback=True)
+        sync_llm(live.llm, 0, stage_timeout_s=60, allow_rollback=True, run_id=publisher.run_id)
         verify_llm(live.llm)
         assert live.all_checksums() == base_sums
         assert (live.tokens() if generates else []) == base_tokens
@@ -90,23 +90,23 @@ def test_tensor_parallel_workers_take_the_same_by_scattering_and_by_vllms_loader
         base_sums, scattered = live.all_checksums(), {}
         for number in (1, 2):
             train_step(model, number)
-            sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60)
+            sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60, run_id=publisher.run_id)
             scattered[number] = live.all_checksums()
-        sync_llm(live.llm, 0, stage_timeout_s=60, allow_rollback=True)
+        sync_llm(live.llm, 0, stage_timeout_s=60, allow_rollback=True, run_id=publisher.run_id)
         assert live.all_checksums() == base_sums
         _take_the_same_by_vllms_loader(live, run, scattered)
     assert [unchanged(*sums) for sums in zip(base_sums, scattered[1], strict=True)] == [[], []]
     assert [unchanged(*sums) for sums in zip(scattered[1], scattered[2], strict=True)] == [[], []]
 
 
-def _all_undo_what_one_interrupts(live: Engine, version: int) -> None:
+def _all_undo_what_one_interrupts(live: Engine, version: int, run_id: str) -> None:
     """Break off the update on the second worker after ever more storages, until it goes through."""
     before = live.all_checksums()
     count = 0
     while True:
         live.llm.llm_engine.collective_rpc(break_writing, args=(1, count))
         try:
-            sync_llm(live.llm, version, stage_timeout_s=60)
+            sync_llm(live.llm, version, stage_timeout_s=60, run_id=run_id)
         except Exception as error:  # noqa: BLE001 - in a worker it is vLLM that wraps it
             assert "interrupted" in str(error)  # noqa: PT017 - the loop ends when nothing is raised any more
         else:
@@ -124,7 +124,7 @@ def _take_the_same_by_vllms_loader(live: Engine, run: Path, scattered: dict[int,
     live.init(sync_dir=str(run), apply="loader")
     live.llm.llm_engine.collective_rpc(refuse_scattering)
     for version, sums in scattered.items():
-        sync_llm(live.llm, version, stage_timeout_s=60)
+        sync_llm(live.llm, version, stage_timeout_s=60, run_id=run_id_in(run))
         assert live.all_checksums() == sums
     verify_llm(live.llm)
 

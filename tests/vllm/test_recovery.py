@@ -32,17 +32,17 @@ def test_engine_takes_a_version_once_it_is_repaired_and_the_same_again_changes_n
         live.init(sync_dir=str(run))
         old = live.checksums()
         with pytest.raises(CorruptFile):
-            sync_llm(live.llm, 1, stage_timeout_s=20)
+            sync_llm(live.llm, 1, stage_timeout_s=20, run_id=publisher.run_id)
         payload.write_bytes(content)
         # The stager tries again by itself; until then it repeats what was wrong.
         _until_taken(live, 1)
         new = live.checksums()
         assert new != old
-        assert sync_llm(live.llm, 1).version == 1
+        assert sync_llm(live.llm, 1, run_id=publisher.run_id).version == 1
         assert live.checksums() == new
-        sync_llm(live.llm, 2, stage_timeout_s=20)
+        sync_llm(live.llm, 2, stage_timeout_s=20, run_id=publisher.run_id)
         with pytest.raises(OutOfOrder, match="past that version"):
-            sync_llm(live.llm, 1)
+            sync_llm(live.llm, 1, run_id=publisher.run_id)
         _stays_where_it_is_when_it_is_initialized_again(live, model, publisher, run)
 
 
@@ -58,7 +58,7 @@ def _stays_where_it_is_when_it_is_initialized_again(
     train_step(model, 3)
     assert publisher.publish().version == 3
     live.llm.start_weight_update()
-    live.llm.update_weights({"update_info": {"version": 3, "timeout_s": 20}})
+    live.llm.update_weights({"update_info": {"version": 3, "run": live.run_id, "timeout_s": 20}})
     three = live.checksums()
     assert three != two
     live.backend.start_weight_update()  # the driver died before it finished, and another one begins
@@ -66,10 +66,10 @@ def _stays_where_it_is_when_it_is_initialized_again(
     live.llm.finish_weight_update("3")
     other = make_model("qwen3", run.parent / "other")
     DeltaPublisher(other, sync_dir=str(run.parent / "other-run"), base=run.parent / "base", asynchronous=False)
-    with pytest.raises(RunMismatch, match=r"version of another run.*at version 3"):
+    with pytest.raises(RunMismatch, match=r"version of another run.*serves .*@3"):
         live.init(sync_dir=str(run.parent / "other-run"))
     live.init(sync_dir=str(run))
-    sync_llm(live.llm, 3)
+    sync_llm(live.llm, 3, run_id=publisher.run_id)
     assert live.checksums() == three
 
 
@@ -77,7 +77,7 @@ def _until_taken(live: Engine, version: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            sync_llm(live.llm, version, stage_timeout_s=5)
+            sync_llm(live.llm, version, stage_timeout_s=5, run_id=live.run_id)
         except CorruptFile:
             time.sleep(0.05)  # polling: leave the low-priority stager a core
             continue

@@ -84,17 +84,17 @@ def test_engine_refuses_a_damaged_version_and_keeps_serving(
     before = (served.checksums(), served.tokens())
     served.init(sync_dir=str(run))
     with pytest.raises(kind, match=message):
-        sync_llm(served.llm, 1, stage_timeout_s=20)
+        sync_llm(served.llm, 1, stage_timeout_s=20, run_id=served.run_id)
     assert (served.checksums(), served.tokens()) == before
     with pytest.raises(DeltaSnapshotError):  # the next update does not slip over the gap
-        sync_llm(served.llm, 2, stage_timeout_s=0.5)
+        sync_llm(served.llm, 2, stage_timeout_s=0.5, run_id=served.run_id)
     assert served.checksums() == before[0]
 
 
 def test_version_that_was_not_published_is_not_staged(served: Engine, good_run: Path) -> None:
     served.init(sync_dir=str(good_run))
     with pytest.raises(NotStaged, match="version 7 is not staged"):
-        sync_llm(served.llm, 7, stage_timeout_s=0.1)
+        sync_llm(served.llm, 7, stage_timeout_s=0.1, run_id=served.run_id)
 
 
 def test_folder_without_a_run_is_refused_at_init(served: Engine, tmp_path: Path) -> None:
@@ -147,13 +147,13 @@ def test_malformed_update_info_is_refused(
 def test_asking_whether_a_version_is_staged_touches_no_weight(served: Engine, good_run: Path) -> None:
     served.init(sync_dir=str(good_run))
     before = served.checksums()
-    _ask(served, {"version": 0, "action": "staged"})  # what it has
+    _ask(served, {"version": 0, "run": served.run_id, "action": "staged"})  # what it has
     with pytest.raises(NotStaged):
-        _ask(served, {"version": 9, "action": "staged"})
+        _ask(served, {"version": 9, "run": served.run_id, "action": "staged"})
     deadline = time.monotonic() + 60
     while True:
         try:
-            _ask(served, {"version": 1, "action": "staged"})
+            _ask(served, {"version": 1, "run": served.run_id, "action": "staged"})
             break
         except NotStaged:
             assert time.monotonic() < deadline
@@ -178,7 +178,7 @@ def test_weights_changed_by_something_else_are_found_before_the_next_update(serv
     drifted = served.checksums()
     try:
         with pytest.raises(BaseMismatch, match=r"changed by something else.*layers\.1\.mlp\.down_proj"):
-            sync_llm(served.llm, 1, stage_timeout_s=20, repair=False)
+            sync_llm(served.llm, 1, stage_timeout_s=20, repair=False, run_id=served.run_id)
         assert served.checksums() == drifted
     finally:
         weight.detach().copy_(kept)

@@ -37,7 +37,7 @@ def test_quantized_engine_is_after_several_deltas_what_a_fresh_one_is(
             train_step(model, number)
             publisher.publish()
             if number != 2:  # the second is missed, and merged into the third
-                sync_llm(live.llm, number, stage_timeout_s=60)
+                sync_llm(live.llm, number, stage_timeout_s=60, run_id=publisher.run_id)
         tokens, checksums = live.tokens(), live.checksums()
 
         train_step(model, 4)
@@ -46,12 +46,12 @@ def test_quantized_engine_is_after_several_deltas_what_a_fresh_one_is(
         with monkeypatch.context() as patched:
             patched.setattr(transaction, "reload_layers", _fails_half_way(transaction.reload_layers))
             with pytest.raises(RuntimeError, match="the loader broke"):
-                sync_llm(live.llm, 4, stage_timeout_s=60)
+                sync_llm(live.llm, 4, stage_timeout_s=60, run_id=publisher.run_id)
         assert (live.tokens(), live.checksums()) == (tokens, checksums)
-        sync_llm(live.llm, 4, stage_timeout_s=60)
+        sync_llm(live.llm, 4, stage_timeout_s=60, run_id=publisher.run_id)
         assert live.checksums() != checksums
         live.llm.start_weight_update()
-        live.llm.update_weights({"update_info": {"version": 3, "allow_rollback": True}})
+        live.llm.update_weights({"update_info": {"version": 3, "run": live.run_id, "allow_rollback": True}})
         live.llm.finish_weight_update("3")
         assert (live.tokens(), live.checksums()) == (tokens, checksums)
         mirror = live.backend._handoff._area.mirror
@@ -68,7 +68,7 @@ def test_quantized_engine_is_after_several_deltas_what_a_fresh_one_is(
         assert warm.checksums() == checksums
         warm.init(sync_dir=str(sync_dir))
         assert warm.backend._at.version == 3
-        sync_llm(warm.llm, 4, stage_timeout_s=60)
+        sync_llm(warm.llm, 4, stage_timeout_s=60, run_id=publisher.run_id)
         newest = warm.checksums()
     final_4 = tmp_path / "final-4"
     materialize(RunFolder(open_store(str(sync_dir))), Checkpoint(base), 4, final_4)
@@ -89,7 +89,7 @@ def _check_between_prepare_and_apply_takes_nothing_wrong(live: Engine, checksums
     """The check needs the mirror at the engine's version, while a prepared update holds it at the next."""
     live.backend._handoff.wait(3, 4, timeout_s=60)
     live.llm.start_weight_update()
-    live.llm.update_weights({"update_info": {"version": 4, "action": "prepare"}})
+    live.llm.update_weights({"update_info": {"version": 4, "run": live.run_id, "action": "prepare"}})
     live.llm.finish_weight_update()
     prepared = live.backend._prepared
     verify_llm(live.llm)

@@ -39,7 +39,7 @@ def test_drifted_engine_is_repaired_and_takes_the_next_version(
     with engine(base, **options) as live:
         live.init(sync_dir=str(run))
         train_step(model, 1)
-        sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60)
+        sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60, run_id=publisher.run_id)
         right = live.checksums()
         drift(live.worker)
         assert live.checksums() != right
@@ -49,7 +49,7 @@ def test_drifted_engine_is_repaired_and_takes_the_next_version(
         repair_llm(live.llm)  # nothing to do
         assert live.checksums() == right
         train_step(model, 2)
-        sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60)
+        sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60, run_id=publisher.run_id)
         verify_llm(live.llm)
         assert live.checksums() != right
 
@@ -70,12 +70,12 @@ def test_update_of_a_drifted_engine_repairs_it_unless_told_not_to(
         drift(live.worker)
         drifted = live.checksums()
         with pytest.raises(BaseMismatch, match="delta-snapshot repair"):
-            sync_llm(live.llm, version, stage_timeout_s=60, repair=False)
+            sync_llm(live.llm, version, stage_timeout_s=60, repair=False, run_id=publisher.run_id)
         assert live.checksums() == drifted
         with pytest.raises(VerifyError, match="delta-snapshot repair"):
             verify_llm(live.llm)
-        assert sync_llm(live.llm, version, stage_timeout_s=60).is_repaired
-        verify_llm(live.llm, version)
+        assert sync_llm(live.llm, version, stage_timeout_s=60, run_id=publisher.run_id).is_repaired
+        verify_llm(live.llm, version, run_id=publisher.run_id)
         # A repair that does not hold leaves the engine uncertain.
         drift(live.worker)
         monkeypatch.setattr("vllm_delta_snapshot.engine.repair._write_whole", lambda *_: None)
@@ -93,7 +93,7 @@ def test_drift_of_one_of_two_workers_is_repaired(tmp_path: Path, monkeypatch: py
     with engine(base, **TENSOR) as live:
         live.init(sync_dir=str(run))
         train_step(model, 1)
-        sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60)
+        sync_llm(live.llm, publisher.publish().version, stage_timeout_s=60, run_id=publisher.run_id)
         right = live.all_checksums()
         live.llm.llm_engine.collective_rpc(functools.partial(drift, rank=1))
         wrong = live.all_checksums()

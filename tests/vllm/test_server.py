@@ -39,6 +39,10 @@ class Setup:
         self.publisher = DeltaPublisher(self.model, sync_dir=str(self.sync_dir), base=self.base, asynchronous=False)
         self.client: CheckedServer
 
+    def label(self, version: int) -> str:
+        """Return the label of a version."""
+        return f"{self.publisher.run_id}@{version}"
+
     def publish(self) -> int:
         """Train a step and publish it."""
         train_step(self.model, self.publisher.version + 1)
@@ -73,14 +77,14 @@ def test_running_requests_get_all_their_tokens_across_an_update(setup: Setup, mo
     version = setup.publish()
     events = stream(setup.client, list(PROMPTS[1]), LONG)
     tokens, _ = next(events)
-    sync_server(setup.client, version, pause_mode=mode)
+    sync_server(setup.client, version, pause_mode=mode, run_id=setup.publisher.run_id)
     reasons = []
     for more, reason in events:
         tokens = tokens + more
         reasons.append(reason)
     assert len(tokens) == LONG
     assert reasons[-1] == "length"
-    assert setup.client.weight_version() == str(version)
+    assert setup.client.weight_version() == setup.label(version)
 
 
 def test_pause_by_abort_ends_running_requests(setup: Setup) -> None:
@@ -88,10 +92,10 @@ def test_pause_by_abort_ends_running_requests(setup: Setup) -> None:
     reasons = []
     while "abort" not in reasons and len(reasons) < 8:
         version = setup.publish()
-        _wait_prepared(setup.client, "prepare", {"version": version}, 60)
+        _wait_prepared(setup.client, "prepare", {"version": version, "run": setup.publisher.run_id}, 60)
         events = stream(setup.client, list(PROMPTS[1]), LONG)
         next(events)
-        sync_server(setup.client, version, pause_mode="abort")
+        sync_server(setup.client, version, pause_mode="abort", run_id=setup.publisher.run_id)
         reasons.append([reason for _, reason in events][-1])
     assert reasons[-1] == "abort"
     assert set(reasons[:-1]) <= {"length"}
@@ -104,7 +108,7 @@ def test_no_cached_prefix_of_old_weights_is_used(setup: Setup) -> None:
     version = setup.publish()
     events = stream(setup.client, prompt, LONG // 4)  # holds the cache while the version changes
     next(events)
-    assert sync_server(setup.client, version).is_cache_reset
+    assert sync_server(setup.client, version, run_id=setup.publisher.run_id).is_cache_reset
     cached = greedy(setup.client, prompt, 8)
     for _ in events:
         pass
@@ -114,7 +118,7 @@ def test_no_cached_prefix_of_old_weights_is_used(setup: Setup) -> None:
 
 def test_repeated_version_changes_nothing(setup: Setup) -> None:
     before = setup.client.checksums()
-    sync_server(setup.client, setup.publisher.version)
+    sync_server(setup.client, setup.publisher.version, run_id=setup.publisher.run_id)
     assert setup.client.checksums() == before
 
 
@@ -122,27 +126,27 @@ def test_damaged_version_is_refused_and_the_server_goes_on(setup: Setup) -> None
     label = setup.client.weight_version()
     before = setup.client.checksums()
     with pytest.raises(ServerError, match="the engine is past that version"):
-        sync_server(setup.client, 1)
+        sync_server(setup.client, 1, run_id=setup.publisher.run_id)
     version = setup.publish()
     (folder,) = (setup.sync_dir / "deltas").glob(f"{version:08d}-*")
     good = shutil.copytree(folder, setup.sync_dir.with_name("good"))
     damage.flip_first_byte(folder / "delta.safetensors")
     # The stager may have been faster than the damage; then the version it took is exact.
     with contextlib.suppress(ServerError):
-        sync_server(setup.client, version)
-        label, before = str(version), setup.client.checksums()
+        sync_server(setup.client, version, run_id=setup.publisher.run_id)
+        label, before = setup.label(version), setup.client.checksums()
     assert (setup.client.weight_version(), setup.client.checksums()) == (label, before)
     assert not setup.client.is_paused()
     assert len(greedy(setup.client, list(PROMPTS[0]), 4)) == 4
     shutil.copy(good / "delta.safetensors", folder / "delta.safetensors")
-    _until_taken(setup.client, version)
+    _until_taken(setup, version)
 
 
-def _until_taken(client: ServerClient, version: int) -> None:
+def _until_taken(setup: Setup, version: int) -> None:
     deadline = time.monotonic() + 60
     while True:
         try:
-            sync_server(client, version)
+            sync_server(setup.client, version, run_id=setup.publisher.run_id)
         except ServerError as error:
             if error.kind is not CorruptFile or time.monotonic() > deadline:
                 raise
@@ -175,16 +179,16 @@ def test_weights_that_drifted_are_repaired_by_the_next_update_and_by_command(set
     setup.client.drift()
     version = setup.publish()
     with pytest.raises(ServerError, match=r"changed by something else|does not lead from the live weights") as caught:
-        sync_server(setup.client, version, repair=False)
+        sync_server(setup.client, version, repair=False, run_id=setup.publisher.run_id)
     assert caught.value.kind is BaseMismatch
-    sync_server(setup.client, version)
+    sync_server(setup.client, version, run_id=setup.publisher.run_id)
     verify_server(setup.client, version)
     assert not setup.client.is_paused()
 
 
 def test_version_that_never_comes_times_out_without_a_pause(setup: Setup) -> None:
     with pytest.raises(ServerError, match="NotStaged"):
-        sync_server(setup.client, setup.publisher.version + 5, stage_timeout_s=0.5)
+        sync_server(setup.client, setup.publisher.version + 5, stage_timeout_s=0.5, run_id=setup.publisher.run_id)
     assert not setup.client.is_paused()
     # An answer, not an error: no process of the server logged a traceback of it.
     assert "NotStaged" not in setup.log.read_text(errors="replace")
@@ -192,7 +196,7 @@ def test_version_that_never_comes_times_out_without_a_pause(setup: Setup) -> Non
 
 def test_server_ends_with_the_weights_of_a_fresh_engine(setup: Setup, tmp_path: Path) -> None:
     version = setup.publish()
-    sync_server(setup.client, version, stage_timeout_s=60)
+    sync_server(setup.client, version, stage_timeout_s=60, run_id=setup.publisher.run_id)
     checksums = setup.client.checksums()
     tokens = [greedy(setup.client, list(prompt), 24) for prompt in PROMPTS]
     final = tmp_path / "final"

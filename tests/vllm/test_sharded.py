@@ -28,14 +28,14 @@ def test_engine_follows_a_sharded_trainer_through_a_death_and_a_restart(tmp_path
     assert [seen["version"] for seen in train(tmp_path, ranks=2, steps=2)] == [2, 2]
     with engine(tmp_path / "base") as live:
         live.init(sync_dir=str(tmp_path / "run"))
-        assert sync_llm(live.llm, 2, stage_timeout_s=60).version == 2
+        assert sync_llm(live.llm, 2, stage_timeout_s=60, run_id=live.run_id).version == 2
         second = live.checksums()
         dead = train(tmp_path, ranks=2, steps=3, dies_on=1)
         assert dead[1].keys() == {"death"}
         assert live.checksums() == second
         after = train(tmp_path, ranks=3, steps=4)
         assert [(seen["found"], seen["version"]) for seen in after] == [(2, 4)] * 3
-        assert sync_llm(live.llm, 4, stage_timeout_s=60).version == 4
+        assert sync_llm(live.llm, 4, stage_timeout_s=60, run_id=live.run_id).version == 4
         verify_llm(live.llm)
         fourth = live.checksums()
     for steps, expected in ((2, second), (4, fourth)):

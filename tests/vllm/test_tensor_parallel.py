@@ -29,13 +29,13 @@ def test_two_workers_take_versions_exactly_and_refuse_together(tmp_path: Path) -
         client.init(sync_dir=str(tmp_path / "run"))
         before = (client.checksums(), [greedy(client, list(prompt), 16) for prompt in PROMPTS])
         train_step(model, 1, density=0.5)
-        sync_server(client, publisher.publish().version)
+        sync_server(client, publisher.publish().version, run_id=publisher.run_id)
         trained = client.checksums()
         assert unchanged(before[0], trained) == []
 
         for version, kind in ((9, NotStaged), (0, OutOfOrder)):
             with pytest.raises(ServerError) as caught:
-                sync_server(client, version, stage_timeout_s=0.5)
+                sync_server(client, version, stage_timeout_s=0.5, run_id=publisher.run_id)
             assert caught.value.kind is kind
             # A worker's answer left unread would be taken for one to this call.
             assert client.checksums() == trained
@@ -43,10 +43,10 @@ def test_two_workers_take_versions_exactly_and_refuse_together(tmp_path: Path) -
         # Back to the weights that vLLM's own loader had put there: every slice must land where it came from.
         with torch.no_grad():
             model.load_state_dict(original)
-        sync_server(client, publisher.publish().version)
+        sync_server(client, publisher.publish().version, run_id=publisher.run_id)
         assert client.checksums() == before[0]
         assert [greedy(client, list(prompt), 16) for prompt in PROMPTS] == before[1]
-        assert client.weight_version() == "2"
+        assert client.weight_version() == f"{publisher.run_id}@2"
         area = area_in(tmp_path / "stage")
         assert the_stager(area)
     assert downloads(area) == [1, 2]  # one for both workers

@@ -63,14 +63,14 @@ def test_engine_survives_failed_updates_and_takes_special_values_exactly(
         with monkeypatch.context() as patched:
             patched.setattr(transaction, "apply", _half_then_fail)
             with pytest.raises(RuntimeError, match="the loader broke"):
-                sync_llm(live.llm, 1, stage_timeout_s=20)
+                sync_llm(live.llm, 1, stage_timeout_s=20, run_id=publisher.run_id)
             assert (live.checksums(), live.tokens()) == old
         with monkeypatch.context() as patched:
             patched.setattr(apply, "write_lanes", _write_halves)
             with pytest.raises(VerifyError, match="does not have the published bits"):
-                sync_llm(live.llm, 1)
+                sync_llm(live.llm, 1, run_id=publisher.run_id)
             assert (live.checksums(), live.tokens()) == old
-        sync_llm(live.llm, 1)
+        sync_llm(live.llm, 1, run_id=publisher.run_id)
         assert live.checksums() != old[0]
         _follow_parameters_that_were_recreated(live, model, publisher)
         _refuse_an_update_that_moves_weights(live, model, publisher, monkeypatch)
@@ -91,13 +91,13 @@ def _follow_parameters_that_were_recreated(live: Engine, model: Any, publisher: 
     version = publisher.publish().version
     live.backend._handoff.wait(live.backend._at.version, version, timeout_s=20)
     live.llm.start_weight_update()
-    live.llm.update_weights({"update_info": {"version": version, "action": "prepare"}})
+    live.llm.update_weights({"update_info": {"version": version, "run": live.run_id, "action": "prepare"}})
     weight.data = weight.data.clone()
     old = live.checksums()
     with pytest.raises(ApplyError, match="changed since this update was prepared"):
-        live.llm.update_weights({"update_info": {"version": version}})
+        live.llm.update_weights({"update_info": {"version": version, "run": live.run_id}})
     assert live.checksums() == old
-    sync_llm(live.llm, version)
+    sync_llm(live.llm, version, run_id=publisher.run_id)
     trained = bits_of(model.get_parameter(name).to(torch.bfloat16).reshape(-1))
     assert bits_of(weight.reshape(-1)).tolist() == trained.tolist()
 
@@ -118,12 +118,12 @@ def _refuse_an_update_that_moves_weights(
     with monkeypatch.context() as patched:
         patched.setattr(transaction, "apply", apply_elsewhere)
         with pytest.raises(WeightsUncertain, match=r"could not put its old weights back.*put weights elsewhere"):
-            sync_llm(live.llm, version, stage_timeout_s=20)
+            sync_llm(live.llm, version, stage_timeout_s=20, run_id=publisher.run_id)
     with pytest.raises(WeightsUncertain):
         live.llm.start_weight_update()
     weight.data, live.backend._is_uncertain = kept, False
     assert live.checksums() == old
-    sync_llm(live.llm, version)
+    sync_llm(live.llm, version, run_id=publisher.run_id)
 
 
 def _refuse_moved_weights_where_graphs_are_captured(live: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def _take_special_values(live: Engine, model: Any, publisher: DeltaPublisher, ba
     weights["lm_head.weight"].reshape(-1)[0] = -0.0
     publisher._source = source_of(weights)
     version = publisher.publish().version
-    sync_llm(live.llm, version, stage_timeout_s=20)
+    sync_llm(live.llm, version, stage_timeout_s=20, run_id=publisher.run_id)
     qkv = bits_of(live.model.get_parameter("model.layers.0.self_attn.qkv_proj.weight").reshape(-1))
     query = 4 * 32 * 128
     assert qkv[query + 3 : query + 10].tolist() == [0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x0001, 0x807F]
@@ -161,7 +161,7 @@ def _take_special_values(live: Engine, model: Any, publisher: DeltaPublisher, ba
     assert live_down.tolist() == Checkpoint(tmp_path).bits("model.layers.1.mlp.down_proj.weight").tolist()
     # Back to numbers: the overwritten NaNs are compared by their bits, so they are no drift.
     publisher._source = source_of(model)
-    sync_llm(live.llm, publisher.publish().version, stage_timeout_s=20)
+    sync_llm(live.llm, publisher.publish().version, stage_timeout_s=20, run_id=publisher.run_id)
 
 
 def _prepared_update_needs_no_store(live: Engine, model: Any, publisher: DeltaPublisher, sync_dir: Path) -> None:
@@ -171,17 +171,17 @@ def _prepared_update_needs_no_store(live: Engine, model: Any, publisher: DeltaPu
     backend = live.backend
     backend._handoff.wait(backend._at.version, version, timeout_s=20)
     live.llm.start_weight_update()
-    live.llm.update_weights({"update_info": {"version": version, "action": "prepare"}})
+    live.llm.update_weights({"update_info": {"version": version, "run": live.run_id, "action": "prepare"}})
     old = live.checksums()
     hidden = sync_dir.with_name("hidden")
     shutil.move(sync_dir, hidden)
     try:
-        live.llm.update_weights({"update_info": {"version": version}})
+        live.llm.update_weights({"update_info": {"version": version, "run": live.run_id}})
         live.llm.finish_weight_update(str(version))
     finally:
         shutil.move(hidden, sync_dir)
     assert live.checksums() != old
-    assert live.llm.get_weight_version() == str(version)
+    assert live.llm.get_weight_version() == f"{publisher.run_id}@{version}"
 
 
 def _refuse_for_ever_when_undo_fails(
@@ -194,7 +194,7 @@ def _refuse_for_ever_when_undo_fails(
         patched.setattr(transaction, "apply", _half_then_fail)
         patched.setattr(transaction, "undo_lanes", _cannot_write)
         with pytest.raises(WeightsUncertain, match="restart it"):
-            sync_llm(live.llm, version, stage_timeout_s=20)
+            sync_llm(live.llm, version, stage_timeout_s=20, run_id=publisher.run_id)
     for call in (
         live.llm.start_weight_update,
         lambda: live.init(sync_dir="/nowhere"),

@@ -15,7 +15,15 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final, Protocol, runtime_checkable
 
-from vllm_delta_snapshot.errors import ApplyError, DeltaSnapshotError, NotInitialized, Recovery, error_kind
+from vllm_delta_snapshot.drive.sync import asked_for
+from vllm_delta_snapshot.errors import (
+    ApplyError,
+    CompatibilityError,
+    DeltaSnapshotError,
+    NotInitialized,
+    Recovery,
+    error_kind,
+)
 
 __all__ = ["ClientFleet", "PausingClient", "WeightSyncClient"]
 
@@ -119,26 +127,28 @@ class ClientFleet:
             raise _typed("the engines could not be initialized", error) from error
         return _Taken()
 
-    def sync(self, version: int, *, run_id: str | None = None) -> _Taken:
-        """Bring the engines to a version. Blocks.
+    def sync(self, version: int, *, run_id: str | None = None, state_digest: str | None = None) -> _Taken:
+        """Bring the engines to a version. Blocks. The arguments are those of `DeltaSync.sync`.
 
         Raises:
+            RunMismatch: an engine follows another run; none was touched.
             DeltaSnapshotError: an engine did not take it; of the kind that it reported. One that cannot vouch for
                 its weights stays paused.
         """
+        asked = asked_for(version, run_id, state_digest)
         try:
-            self._wait_prepared(version)
+            self._wait_prepared(asked)
         except NotInitialized:
             logger.warning("an engine was not initialized; it may have been restarted")
             self.init()
-            self._wait_prepared(version)
+            self._wait_prepared(asked)
         label = f"{run_id}@{version}" if run_id else str(version)
         if self._pausing is None:
-            self._apply(version, label)
+            self._apply(asked, label)
             return _Taken()
         self._pausing.pause_generation()
         try:
-            self._apply(version, label)
+            self._apply(asked, label)
             if self.is_cache_reset:
                 self._pausing.reset_prefix_cache(reset_running_requests=True)
         except DeltaSnapshotError:
@@ -147,22 +157,22 @@ class ClientFleet:
         self._pausing.resume_generation()
         return _Taken()
 
-    def _apply(self, version: int, label: str) -> None:
+    def _apply(self, asked: Mapping[str, object], label: str) -> None:
         try:
             self._client.start_weight_update()
-            self._client.update_weights({"version": version, "action": "apply"})
+            self._client.update_weights({**asked, "action": "apply"})
             self._client.finish_weight_update(label)
         except Exception as error:
             self._close_session()
-            raise _typed(f"version {version} was not taken", error) from error
+            raise _typed(f"version {asked['version']} was not taken", error) from error
 
-    def _wait_prepared(self, version: int) -> None:
+    def _wait_prepared(self, asked: Mapping[str, object]) -> None:
         """Ask, ever more rarely, until the engines have the version staged, checked and ready to be written."""
         deadline = time.monotonic() + self._stage_timeout_s
         wait_s = _FIRST_WAIT_S
         while True:
             try:
-                self._ask({"version": version, "action": "prepare"})
+                self._ask({**asked, "action": "prepare"})
                 return
             except DeltaSnapshotError as error:
                 if error.recovery is not Recovery.RETRY or time.monotonic() >= deadline:
@@ -199,5 +209,11 @@ def _typed(what: str, error: Exception) -> DeltaSnapshotError:
     """Return an error of the kind that the engine reported, whatever the client made of it."""
     answer = getattr(getattr(error, "response", None), "text", "")
     text = f"{error} {answer}".strip()
+    if "unexpected keyword argument 'run'" in text:
+        return CompatibilityError(
+            what,
+            found=text[:2000],
+            hint="The engines have an older vllm-delta-snapshot than this trainer: upgrade it there.",
+        )
     kind = error_kind(text) or ApplyError
     return kind(what, found=text[:2000], hint="The engines keep the version that they had.")

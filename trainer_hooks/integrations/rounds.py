@@ -153,7 +153,7 @@ class Rounds:
         if self._samplers:
             publisher.wait_applied(self._samplers, timeout_s=self._wait_s)
         if self._fleet is not None:
-            report = self._fleet.sync(publisher.version, run_id=publisher.run_id)
+            report = self._fleet.sync(publisher.version, run_id=publisher.run_id, state_digest=publisher.state_digest)
             if self._strict:
                 report.check()
 

@@ -47,7 +47,7 @@ class DrivingClient(Protocol):
         """Initialize the engines."""
         ...
 
-    def sync(self, version: int, *, run_id: str | None = None) -> FleetResult:
+    def sync(self, version: int, *, run_id: str | None = None, state_digest: str | None = None) -> FleetResult:
         """Bring them to a version."""
         ...
 

@@ -200,7 +200,8 @@ class ShardedPublisher(BasePublisher):
         def drive() -> R:
             if fleet is None:
                 raise SourceError("rank 0 has no fleet to bring to the version")
-            return fleet.sync(publication.version, run_id=self.run_id)
+            version = publication.version
+            return fleet.sync(version, run_id=self.run_id, state_digest=self._digest_of(version))
 
         return self.then(publication, drive)
 

@@ -33,6 +33,7 @@ def run(
     pause_mode: PauseMode,
     timeout_s: float,
     allow_rollback: bool,
+    switch_run: bool,
     as_json: bool,
 ) -> None:
     """Sync, print a line for each server, and exit with 1 if one failed."""
@@ -42,7 +43,14 @@ def run(
         folder = open_run(sync_dir)
         run_id = folder.read_run().run_id
         wanted = max(folder.versions(), default=0) if version is None else version
-        fleet = DeltaSync(clients, sync_dir=folder.store.uri, pause_mode=pause_mode, stage_timeout_s=timeout_s)
+        state_digest = folder.state_digest(wanted)
+        fleet = DeltaSync(
+            clients,
+            sync_dir=folder.store.uri,
+            pause_mode=pause_mode,
+            stage_timeout_s=timeout_s,
+            switch_run=switch_run,
+        )
 
         def fetched() -> int:
             return sum(state.fetched_bytes for state in stagers_of(folder.store.uri))
@@ -50,7 +58,7 @@ def run(
         # Bytes are those that stagers on this machine fetch; what other hosts fetch is not seen from here.
         with progress_bar("syncing", as_json=as_json, unit="servers", moved=fetched) as bar:
             bar.add_task("", total=None)
-            report = fleet.sync(wanted, run_id=run_id, allow_rollback=allow_rollback)
+            report = fleet.sync(wanted, run_id=run_id, state_digest=state_digest, allow_rollback=allow_rollback)
     if as_json:
         print_json(_as_json(report))
     else:

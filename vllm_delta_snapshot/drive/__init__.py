@@ -3,8 +3,9 @@
 
 from vllm_delta_snapshot.drive.client import ServerClient, ServerError
 from vllm_delta_snapshot.drive.fleet import DeltaSync, FleetReport, ServerReport
+from vllm_delta_snapshot.drive.labels import weight_label
 from vllm_delta_snapshot.drive.local import repair_llm, sync_llm, verify_llm
-from vllm_delta_snapshot.drive.sync import UpdateReport, repair_server, sync_server, verify_server, weight_label
+from vllm_delta_snapshot.drive.sync import UpdateReport, repair_server, sync_server, verify_server
 
 __all__ = [
     "DeltaSync",

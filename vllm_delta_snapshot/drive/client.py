@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
-from vllm_delta_snapshot.errors import DeltaSnapshotError, Recovery, error_kind
+from vllm_delta_snapshot.errors import CompatibilityError, DeltaSnapshotError, Recovery, error_kind
 from vllm_delta_snapshot.store.secrets import has_credentials, presentable
 
 __all__ = ["PauseMode", "ServerClient", "ServerError"]
@@ -193,7 +193,10 @@ def _refusal(where: str, error: urllib.error.HTTPError) -> ServerError:
     hint = None
     if error.code == 404 and not error.url.endswith("/weight_checker"):
         hint = "Start the server with VLLM_SERVER_DEV_MODE=1, which enables vLLM's weight update routes."
+    is_older = "unexpected keyword argument 'run'" in str(message)
+    if is_older:
+        hint = "The server has an older vllm-delta-snapshot than this driver: upgrade it there, and restart the server."
     refusal = ServerError(f"the server answered {error.code}", file=where, found=str(message)[:2000], hint=hint)
     refusal.status = error.code
-    refusal.kind = error_kind(str(message))
+    refusal.kind = CompatibilityError if is_older else error_kind(str(message))
     return refusal

@@ -100,6 +100,11 @@ class DeltaSync:
         request_timeout_s: for each request.
         retries: how often a server that does not answer is tried again.
         backoff_s: how long to wait before the first of these; doubled each time, with jitter.
+        switch_run: whether a server that follows another run of the same base is moved to this one; needs `sync_dir`.
+            By default that is an error: another trainer may be using it.
+
+    Raises:
+        ValueError: `switch_run` without `sync_dir`.
     """
 
     def __init__(
@@ -117,6 +122,7 @@ class DeltaSync:
         request_timeout_s: float = 600.0,
         retries: int = 2,
         backoff_s: float = 0.5,
+        switch_run: bool = False,
     ) -> None:
         self.clients = tuple(
             server
@@ -131,6 +137,9 @@ class DeltaSync:
         self._connect_timeout_s = connect_timeout_s
         self._retries = retries
         self._backoff_s = backoff_s
+        if switch_run and sync_dir is None:
+            raise ValueError("switch_run needs sync_dir, the folder of the run to move servers to")
+        self._switch_to = sync_dir if switch_run else None
 
     def init(self) -> FleetReport:
         """Initialize every server, so that staging begins before the first version. Blocks until the last one is.
@@ -140,12 +149,20 @@ class DeltaSync:
         """
         return self._side_by_side(0, self._init)
 
-    def sync(self, version: int, *, run_id: str | None = None, allow_rollback: bool = False) -> FleetReport:
+    def sync(
+        self,
+        version: int,
+        *,
+        run_id: str | None = None,
+        state_digest: str | None = None,
+        allow_rollback: bool = False,
+    ) -> FleetReport:
         """Bring every server to a version. Blocks until the last one has it or has failed.
 
         Args:
             version: the version.
-            run_id: for the label that each server shows.
+            run_id: the run whose version it is. Without it engines that follow a run refuse: a number says nothing.
+            state_digest: the state digest of the version, from its record. Where it is given, engines check it too.
             allow_rollback: whether it may be an earlier one than a server has.
 
         Returns:
@@ -157,6 +174,8 @@ class DeltaSync:
                 client,
                 version,
                 run_id=run_id,
+                state_digest=state_digest,
+                switch_to=self._switch_to,
                 pause_mode=self._pause_mode,
                 running_requests=self._running_requests,
                 stage_timeout_s=self._stage_timeout_s,

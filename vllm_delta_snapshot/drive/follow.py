@@ -21,8 +21,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm_delta_snapshot.acks import Acknowledger
 from vllm_delta_snapshot.chain import plan_steps
 from vllm_delta_snapshot.drive.client import PauseMode, ServerClient, ServerError
-from vllm_delta_snapshot.drive.sync import RunningRequests, UpdateReport, sync_server, weight_label
-from vllm_delta_snapshot.errors import BrokenChain, DeltaSnapshotError, NotInitialized, NotStaged, StoreError
+from vllm_delta_snapshot.drive.labels import weight_label
+from vllm_delta_snapshot.drive.sync import RunningRequests, UpdateReport, sync_server
+from vllm_delta_snapshot.errors import (
+    BrokenChain,
+    DeltaSnapshotError,
+    FormatError,
+    NotInitialized,
+    NotStaged,
+    StoreError,
+)
 from vllm_delta_snapshot.run_folder import RunFolder
 
 __all__ = ["FollowConfig", "FollowState", "Follower", "Observer", "Stage"]
@@ -56,6 +64,7 @@ class FollowConfig(BaseModel):
         stage_timeout_s: how long the server may take to have a version staged.
         request_timeout_s: for each request to it, but those that only ask whether it is there.
         ask_timeout_s: for these.
+        switch_run: whether a server that follows another run of the same base is moved to this one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,6 +81,7 @@ class FollowConfig(BaseModel):
     stage_timeout_s: float = Field(default=300.0, ge=0)
     request_timeout_s: float = Field(default=600.0, gt=0)
     ask_timeout_s: float = Field(default=5.0, gt=0)
+    switch_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +160,7 @@ class Follower:
         self._acknowledger: Acknowledger | None = None
         self._updated_at = float("-inf")
         self._staging_since: float | None = None
+        self._digest: tuple[int, str] | None = None  # of the version that was asked for last
         self._wait_s = config.poll_interval_s
         self._stage: Stage = "look"
         self.state = FollowState()
@@ -262,10 +273,21 @@ class Follower:
             self._client,
             version,
             run_id=self.state.run_id,
+            state_digest=self._digest_of(version),
+            switch_to=self.config.sync_dir if self.config.switch_run else None,
             pause_mode=self.config.pause_mode,
             running_requests=self.config.running_requests,
             stage_timeout_s=min(_STAGE_SLICE_S, self.config.stage_timeout_s),
         )
+
+    def _digest_of(self, version: int) -> str | None:
+        """Return the state digest of a version; ``None`` if its record is damaged, which the server's stager tells."""
+        if self._digest is None or self._digest[0] != version:
+            try:
+                self._digest = version, self._folder.state_digest(version)
+            except FormatError:
+                return None
+        return self._digest[1]
 
     def _acknowledge(self) -> None:
         """Tell the store. If that fails the server serves its version all the same, and it is told later."""

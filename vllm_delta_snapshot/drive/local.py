@@ -8,7 +8,8 @@ import logging
 import time
 from typing import Any
 
-from vllm_delta_snapshot.drive.sync import UpdateReport, weight_label
+from vllm_delta_snapshot.drive.labels import weight_label
+from vllm_delta_snapshot.drive.sync import UpdateReport, asked_for
 from vllm_delta_snapshot.errors import BaseMismatch, error_kind
 
 __all__ = ["repair_llm", "sync_llm", "verify_llm"]
@@ -21,6 +22,7 @@ def sync_llm(
     version: int,
     *,
     run_id: str | None = None,
+    state_digest: str | None = None,
     stage_timeout_s: float = 60.0,
     allow_rollback: bool = False,
     repair: bool = True,
@@ -30,7 +32,8 @@ def sync_llm(
     Args:
         llm: the `vllm.LLM`.
         version: the version.
-        run_id: for the label.
+        run_id: the run whose version it is. Without it an engine that follows a run refuses: a number says nothing.
+        state_digest: the state digest of the version, from its record. Where it is given, the engine checks it too.
         stage_timeout_s: how long to wait if the version is not staged.
         allow_rollback: whether it may be an earlier version than the engine has.
         repair: whether weights that something else has changed are written anew first (see `repair_llm`); else they
@@ -44,7 +47,8 @@ def sync_llm(
             version is still served, unless it is `WeightsUncertain`.
     """
     started = time.monotonic()
-    asked = {"version": version, "timeout_s": stage_timeout_s, "allow_rollback": allow_rollback}
+    asked = asked_for(version, run_id, state_digest)
+    asked |= {"timeout_s": stage_timeout_s, "allow_rollback": allow_rollback}
     is_repaired = False
     llm.start_weight_update()
     try:
@@ -91,17 +95,19 @@ def repair_llm(llm: Any, *, timeout_s: float = 600.0) -> None:
     llm.reset_mm_cache()
 
 
-def verify_llm(llm: Any, version: int | None = None, *, timeout_s: float = 600.0) -> None:
+def verify_llm(llm: Any, version: int | None = None, *, run_id: str | None = None, timeout_s: float = 600.0) -> None:
     """Compare all live weights of an `LLM` with a version of its run. Blocks.
 
     Args:
         llm: the `vllm.LLM`.
         version: the version; by default the one that it has.
+        run_id: the run whose version it is; needed with `version`.
         timeout_s: how long reading the checkpoint once may take.
 
     Raises:
         Exception: what the worker raised; a `VerifyError` that names tensors if weights differ.
     """
     llm.start_weight_update()
-    llm.update_weights({"update_info": {"version": version, "action": "verify", "timeout_s": timeout_s}})
+    asked = {"version": version, "run": run_id, "action": "verify", "timeout_s": timeout_s}
+    llm.update_weights({"update_info": asked})
     llm.finish_weight_update()

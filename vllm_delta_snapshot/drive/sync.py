@@ -14,25 +14,22 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from vllm_delta_snapshot.drive.client import PauseMode, ServerClient, ServerError
-from vllm_delta_snapshot.errors import BaseMismatch, Recovery, WeightsUncertain
+from vllm_delta_snapshot.drive.labels import (
+    UNCERTAIN_LABEL,
+    close_session,
+    confirm_label,
+    open_session,
+    run_and_version,
+    weight_label,
+)
+from vllm_delta_snapshot.errors import BaseMismatch, Recovery, RunMismatch, WeightsUncertain
 
-__all__ = [
-    "UNCERTAIN_LABEL",
-    "RunningRequests",
-    "UpdateReport",
-    "repair_server",
-    "sync_server",
-    "verify_server",
-    "weight_label",
-]
+__all__ = ["RunningRequests", "UpdateReport", "repair_server", "sync_server", "verify_server"]
 
 logger = logging.getLogger(__name__)
 
 RunningRequests = Literal["recompute", "keep_cache"]
 """What happens to the cached keys and values of requests that are frozen in the pause."""
-
-UNCERTAIN_LABEL: Final = "uncertain"
-"""The label of a server that cannot vouch for its weights, so that it names no version that it does not hold."""
 
 _FIRST_WAIT_S: Final = 0.1
 _LONGEST_WAIT_S: Final = 1.0
@@ -51,6 +48,7 @@ class UpdateReport:
         resume_s: seconds of the call to resume in it.
         is_cache_reset: whether no cached prefix of the old weights is left.
         is_repaired: whether the engine had not served its version, and was repaired first.
+        is_switched: whether it had followed another run, and went over to this one.
     """
 
     engine: str
@@ -61,11 +59,7 @@ class UpdateReport:
     is_cache_reset: bool
     resume_s: float = 0.0
     is_repaired: bool = False
-
-
-def weight_label(version: int, run_id: str | None = None) -> str:
-    """Return the label that vLLM shows for a version: ``<run id>@<version>``, or the bare number."""
-    return f"{run_id}@{version}" if run_id else str(version)
+    is_switched: bool = False
 
 
 def sync_server(
@@ -73,6 +67,8 @@ def sync_server(
     version: int,
     *,
     run_id: str | None = None,
+    state_digest: str | None = None,
+    switch_to: str | None = None,
     pause_mode: PauseMode = "keep",
     running_requests: RunningRequests = "recompute",
     stage_timeout_s: float = 300.0,
@@ -84,7 +80,10 @@ def sync_server(
     Args:
         client: the server, initialized.
         version: the version.
-        run_id: for the label.
+        run_id: the run whose version it is. Without it an engine that follows a run refuses: a number says nothing.
+        state_digest: the state digest of the version, from its record. Where it is given, the engine checks it too.
+        switch_to: the run's folder as the server reaches it, if a server that follows another run of the same base may
+            be moved to this one; by default that is an error.
         pause_mode: what the pause does with running requests.
         running_requests: ``recompute`` makes frozen requests compute their cache again with the new weights, so that
             no stale prefix can be reused; ``keep_cache`` lets them go on from the old one.
@@ -98,23 +97,18 @@ def sync_server(
             serves the old version; else it stays paused.
     """
     started = time.monotonic()
-    asked = {"version": version, "allow_rollback": allow_rollback}
-    is_repaired = False
+    asked = asked_for(version, run_id, state_digest)
+    prepared = _Prepared({**asked, "allow_rollback": allow_rollback})
     try:
-        _wait_prepared(client, "prepare", asked, stage_timeout_s)
+        _wait_prepared(client, "prepare", prepared.request, stage_timeout_s)
     except ServerError as error:
-        if not repair or error.kind is not BaseMismatch:
-            raise
-        logger.error("server=%s repairing, it did not serve its version: %s", client.url, error)
-        repair_server(client, timeout_s=stage_timeout_s)
-        is_repaired = True
-        _wait_prepared(client, "prepare", asked, stage_timeout_s)
+        prepared = _other_way(client, error, prepared, switch_to=switch_to, repair=repair, timeout_s=stage_timeout_s)
     staged = time.monotonic()
     client.pause(pause_mode)
     try:
         apply_started = time.monotonic()
-        _open_session(client)
-        client.update(**asked, action="apply")
+        open_session(client)
+        client.update(**prepared.request, action="switch" if prepared.is_switched else "apply")
         client.finish_update(weight_label(version, run_id))
         apply_s = time.monotonic() - apply_started
         is_cache_reset = _reset_caches(client, running_requests)
@@ -124,6 +118,8 @@ def sync_server(
     resume_started = time.monotonic()
     client.resume()
     resumed = time.monotonic()
+    if run_id is not None:
+        confirm_label(client, asked, weight_label(version, run_id))
     report = UpdateReport(
         client.url,
         version,
@@ -132,7 +128,8 @@ def sync_server(
         apply_s=apply_s,
         is_cache_reset=is_cache_reset,
         resume_s=resumed - resume_started,
-        is_repaired=is_repaired,
+        is_repaired=prepared.is_repaired,
+        is_switched=prepared.is_switched,
     )
     logger.info(
         "synced server=%s version=%d stage_s=%.3f pause_s=%.4f apply_s=%.4f",
@@ -145,8 +142,48 @@ def sync_server(
     return report
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What the server is ready to write, and how it came to that."""
+
+    request: Mapping[str, object]
+    is_repaired: bool = False
+    is_switched: bool = False
+
+
+def asked_for(version: int, run_id: str | None, state_digest: str | None) -> dict[str, object]:
+    """Return the part of an `update_info` that says which version is meant."""
+    given = {"version": version, "run": run_id, "digest": state_digest}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _other_way(
+    client: ServerClient,
+    error: ServerError,
+    wanted: _Prepared,
+    *,
+    switch_to: str | None,
+    repair: bool,
+    timeout_s: float,
+) -> _Prepared:
+    """Prepare a version that was refused, because the server follows another run or serves drifted weights."""
+    if error.kind is RunMismatch and switch_to is not None:
+        logger.warning("server=%s follows another run and goes over to %s: %s", client.url, switch_to, error)
+        request = {**wanted.request, "sync_dir": switch_to}
+        _wait_prepared(client, "prepare_switch", request, timeout_s)
+        return _Prepared(request, is_switched=True)
+    if error.kind is BaseMismatch and repair:
+        logger.error("server=%s repairing, it did not serve its version: %s", client.url, error)
+        repair_server(client, timeout_s=timeout_s)
+        _wait_prepared(client, "prepare", wanted.request, timeout_s)
+        return _Prepared(wanted.request, is_repaired=True)
+    raise error
+
+
 def verify_server(client: ServerClient, version: int | None = None, *, timeout_s: float = 600.0) -> None:
     """Compare all live weights of a server, on all its workers, with a version of its run. Blocks.
+
+    The run is the one that the server's label names; a label that is not what the engine serves is found too.
 
     Generation stands still meanwhile, for about as long as reading the weights once takes.
 
@@ -156,13 +193,19 @@ def verify_server(client: ServerClient, version: int | None = None, *, timeout_s
         timeout_s: how long reading the checkpoint once may take.
 
     Raises:
-        ServerError: weights differ (its `kind` is `VerifyError`; the message names tensors), or it could not look.
+        ServerError: weights differ (its `kind` is `VerifyError`; the message names tensors), the label lies
+            (`RunMismatch` or `OutOfOrder`), or it could not look.
     """
-    _open_session(client)
+    labelled = run_and_version(client.weight_version())
+    asked: dict[str, object] = {"version": version}
+    open_session(client)
     try:
-        client.update(version=version, action="verify", timeout_s=timeout_s)
+        if labelled is not None:
+            asked = asked_for(labelled[1] if version is None else version, labelled[0], None)
+            client.update(**asked_for(labelled[1], labelled[0], None), action="confirm")
+        client.update(**asked, action="verify", timeout_s=timeout_s)
     finally:
-        _close_session(client)
+        close_session(client)
 
 
 def repair_server(client: ServerClient, *, timeout_s: float = 600.0) -> None:
@@ -181,7 +224,7 @@ def repair_server(client: ServerClient, *, timeout_s: float = 600.0) -> None:
     _wait_prepared(client, "prepare_repair", {}, timeout_s)
     client.pause("keep")
     try:
-        _open_session(client)
+        open_session(client)
         client.update(action="repair")
         client.finish_update()
         _reset_caches(client, "recompute")
@@ -207,7 +250,7 @@ def _wait_prepared(client: ServerClient, action: str, asked: Mapping[str, object
     while True:
         try:
             # An update that fails ends vLLM's session, one that succeeds does not: close it by finishing.
-            _open_session(client)
+            open_session(client)
             client.update(**asked, action=action)
             client.finish_update()
             return
@@ -223,8 +266,8 @@ def _wait_prepared(client: ServerClient, action: str, asked: Mapping[str, object
 def _resume_if_certain(client: ServerClient) -> None:
     """Resume a server that says its weights are those of a version; leave it paused otherwise."""
     try:
-        _close_session(client)
-        _open_session(client)
+        close_session(client)
+        open_session(client)
         client.update(action="check")
         client.finish_update()
         client.resume()
@@ -239,23 +282,3 @@ def _label_uncertain(client: ServerClient) -> None:
         client.set_weight_version(UNCERTAIN_LABEL)
     except ServerError as error:
         logger.error("server=%s keeps the label of a version that it may not hold: %s", client.url, error)
-
-
-def _open_session(client: ServerClient) -> None:
-    """Begin an update. A session that a driver left open when it died is closed first."""
-    try:
-        client.start_update()
-    except ServerError as error:
-        if error.status != 500 or error.kind is not None:
-            raise
-        logger.warning("server=%s closing a session that may have been left open: %s", client.url, error)
-        _close_session(client)
-        client.start_update()
-
-
-def _close_session(client: ServerClient) -> None:
-    # After a partial failure some workers have an open session and others not; one finish clears both, and may fail.
-    try:
-        client.finish_update()
-    except ServerError:
-        logger.debug("server=%s had no open session", client.url)

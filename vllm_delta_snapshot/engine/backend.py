@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,10 @@ from vllm_delta_snapshot.engine.agree import agree
 from vllm_delta_snapshot.engine.compat import check_vllm, checkpoint_folder
 from vllm_delta_snapshot.engine.compiled import refuse_moved_weights
 from vllm_delta_snapshot.engine.fitness import Fitness, check_fitness
+from vllm_delta_snapshot.engine.following import NO_LINEAGE, Following
 from vllm_delta_snapshot.engine.full_check import check_all
+from vllm_delta_snapshot.engine.identity import check_identity, check_serves
+from vllm_delta_snapshot.engine.known import known_state
 from vllm_delta_snapshot.engine.load_plan import LoadPlan, fingerprint_of
 from vllm_delta_snapshot.engine.log import logger
 from vllm_delta_snapshot.engine.messages import DeltaSnapshotInitInfo, DeltaSnapshotUpdateInfo
@@ -31,8 +32,7 @@ from vllm_delta_snapshot.engine.repair import repair
 from vllm_delta_snapshot.engine.transaction import PreparedUpdate, prepare
 from vllm_delta_snapshot.engine.updates import Update, Weights, find_staged, find_update
 from vllm_delta_snapshot.engine.ways import Way, summary_of
-from vllm_delta_snapshot.errors import NotInitialized, RunMismatch, WeightsUncertain
-from vllm_delta_snapshot.stage.area import StagerConfig, default_stage_root
+from vllm_delta_snapshot.errors import NotInitialized, NotStaged, WeightsUncertain
 from vllm_delta_snapshot.stage.handoff import Handoff
 
 __all__ = ["DeltaSnapshotWeightTransferEngine"]
@@ -53,14 +53,12 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         super().__init__(config, vllm_config, device, model)
         check_vllm()
         self._as_loaded = fingerprint_of(model)  # vLLM captures graphs later
-        self._handoff: Handoff | None = None
+        self._following: Following | None = None
         self._fitness = Fitness(LoadPlan(), {})
         self._at = Weights("", 0, "")
         # What the weights became by updates; kept over a shutdown, since the weights are kept too.
         self._moved_to: Weights | None = None
-        self._stage_timeout_s = 0.0
         self._way: Way = "scatter"
-        self._is_ready = False
         self._is_uncertain = False
         self._prepared: PreparedUpdate | None = None
         self._applied: Update | None = None
@@ -83,30 +81,33 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         """
         self._require_certain()
         started = time.monotonic()
-        self.shutdown()
+        self._prepared = None
+        if self._handoff is not None:
+            self._handoff.release()
         folder = checkpoint_folder(self.model_config, self.vllm_config.load_config, init_info.checkpoint)
-        self._way = init_info.apply
-        self._fitness = check_fitness(
+        fitness = check_fitness(
             self.model,
             folder,
             init_info.skip,
-            way=self._way,
+            way=init_info.apply,
             are_weights_as_loaded=self._moved_to is None,
             has_mirror=init_info.sync_dir is not None,
             config=self.vllm_config,
         )
+        following = Following(init_info, folder)
         failure: BaseException | None = None
+        at = self._at
         try:
-            if init_info.sync_dir is not None:
-                self._follow(init_info, init_info.sync_dir, folder)
+            at = following.join(fitness, self._moved_to)
         except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
             failure = error
         try:
-            agree(failure, self._at)
+            agree(failure, at)
         except BaseException:
-            self.shutdown()
+            following.close()  # what was followed before still is
             raise
-        self._is_ready = True
+        self.shutdown()
+        self._following, self._fitness, self._way, self._at = following, fitness, init_info.apply, at
         logger.info(
             "initialized run=%s version=%d tensors=%d %s seconds=%.3f",
             self._at.run_id or None,
@@ -141,11 +142,14 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         self._require_ready()
         if update_info.action == "check":
             return
-        if update_info.action == "staged":
-            self._ask_staged(update_info)
+        if update_info.action in ("staged", "confirm"):
+            self._ask(update_info)
             return
         if update_info.action == "verify":
             self._verify(update_info)
+            return
+        if update_info.action in ("prepare_switch", "switch"):
+            self._go_over(update_info)
             return
         if update_info.action in ("prepare_repair", "repair"):
             self._repair(update_info)
@@ -165,74 +169,95 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
 
     def shutdown(self) -> None:
         """Let go of the stager. Nothing happens the second time."""
-        if self._handoff is not None:
-            self._handoff.close()
-            self._handoff = None
+        if self._following is not None:
+            self._following.close()
+            self._following = None
         self._prepared = None
-        self._is_ready = False
 
-    def _follow(self, init_info: DeltaSnapshotInitInfo, sync_dir: str, folder: Path) -> None:
-        config = StagerConfig(sync_dir=sync_dir, checkpoint=str(folder), cache_bytes=init_info.cache_bytes)
-        root = Path(init_info.stage_dir) if init_info.stage_dir else default_stage_root()
-        places = self._fitness.plan.places
-        self._handoff = Handoff(
-            config,
-            root,
-            places,
-            timeout_s=init_info.init_timeout_s,
-            needs_mirror=bool(self._fitness.reload.modules),
-            needs_absolute=self._fitness.plan.loses_bits(self._fitness.specs),
-        )
-        run_id = self._handoff.read_run().run_id
-        if self._moved_to is None:
-            self._at = Weights(run_id, self._handoff.start_version, self._handoff.start_digest)
-        elif self._moved_to.run_id == run_id:
-            self._at = self._moved_to
-            self._handoff.set_version(self._at.version)
-        else:
-            raise RunMismatch(
-                "the weights of this engine are a version of another run",
-                file=sync_dir,
-                expected=f"run {self._moved_to.run_id} (the engine is at version {self._moved_to.version})",
-                found=f"run {run_id}",
-                hint="Restart the engine to follow another run.",
-            )
-        self._stage_timeout_s = init_info.stage_timeout_s
+    @property
+    def _handoff(self) -> Handoff | None:
+        return None if self._following is None else self._following.handoff
+
+    @property
+    def _stage_timeout_s(self) -> float:
+        return 0.0 if self._following is None else self._following.info.stage_timeout_s
 
     def _take_over_applied(self) -> None:
         """Be at the version that was applied, also if nobody said that the update is finished: the weights are."""
         applied, self._applied = self._applied, None
         if self._handoff is not None and self._prepared is None:
             self._handoff.release()
-        if applied is None or applied.version is None:
+        if applied is None:
+            return
+        if applied.version is None:
+            self._moved_to = NO_LINEAGE
             return
         self._at = self._moved_to = Weights(self._at.run_id, applied.version, applied.state_digest)
         if self._handoff is not None:
             self._handoff.set_version(applied.version)
 
+    def _go_over(self, info: DeltaSnapshotUpdateInfo) -> None:
+        """Have the way to another run ready, or go it."""
+        following = self._following
+        assert following is not None  # noqa: S101 - `_require_ready`
+        self._prepared = None
+        failure: BaseException | None = None
+        try:
+            self._refresh()
+            switch = following.switch_to(str(info.sync_dir), self._fitness)
+        except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
+            failure = error
+        agree(failure, self._at)
+        try:
+            if not switch.is_ready(info):
+                switch.prepare(info, self._at, self._fitness)
+            if info.action == "prepare_switch":
+                return
+            self._at = switch.commit(info, self._fitness, self.model, self._way, self.vllm_config)
+        except WeightsUncertain:
+            self._is_uncertain = True
+            raise
+        except NotStaged:
+            raise  # the stager of the other run goes on
+        except BaseException:
+            following.drop_switch()
+            raise
+        self._moved_to = self._at
+        following.went_over(switch, self._at)
+        logger.info("went over to run=%s version=%d", self._at.run_id, self._at.version)
+
     def _prepare(self, update_info: DeltaSnapshotUpdateInfo) -> None:
         """Have the update ready to be written; do nothing if it is, or if there is nothing to write."""
         failure: BaseException | None = None
         update: Update | None = None
-        ready = None if self._prepared is None else self._prepared.update.version
-        if ready is None or ready != update_info.version:
-            self._prepared = None
-            try:
+        try:
+            self._check_identity(update_info)
+            if not self._is_prepared(update_info):
+                self._prepared = None
                 self._refresh()
                 update = find_update(
                     update_info, self._handoff, self._at, self._fitness, stage_timeout_s=self._stage_timeout_s
                 )
-            except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
-                failure = error
+        except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
+            failure = error
         agree(failure, (self._at, self._prepared is None, update is None))
         if update is not None:
             self._prepared = prepare(self._fitness, update)
 
-    def _ask_staged(self, update_info: DeltaSnapshotUpdateInfo) -> None:
-        """Fail if a version is not staged; a worker that asks loses microseconds."""
+    def _is_prepared(self, asked: DeltaSnapshotUpdateInfo) -> bool:
+        if self._prepared is None or asked.version is None:
+            return False
+        ready = self._prepared.update
+        return ready.version == asked.version and asked.digest in (None, ready.state_digest)
+
+    def _ask(self, update_info: DeltaSnapshotUpdateInfo) -> None:
+        """Fail if a version is not staged, or is not the one served; a worker that asks loses microseconds."""
         failure: BaseException | None = None
         try:
-            if update_info.version != self._at.version:
+            self._check_identity(update_info)
+            if update_info.action == "confirm":
+                check_serves(update_info, self._at)
+            elif update_info.version != self._at.version:
                 find_staged(update_info, self._handoff, self._at)
         except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
             failure = error
@@ -307,36 +332,26 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         self._take_over_applied()
         return self._at.version
 
-    @contextlib.contextmanager
     def _known(
         self, version: int, update_info: DeltaSnapshotUpdateInfo, *, needs_mirror: bool
-    ) -> Iterator[tuple[dict[str, str], BitsOf | None]]:
-        """Give the digests of all tensors at a version, and its content, held still. Collective."""
-        failure: BaseException | None = None
-        expected: dict[str, str] = {}
-        bits: BitsOf | None = None
+    ) -> contextlib.AbstractContextManager[tuple[dict[str, str], BitsOf | None]]:
+        """Give what the weights must be at a version. Collective: see `known_state`."""
+
+        def check() -> None:
+            self._check_identity(update_info)
+            self._refresh()
+
         # An update that was prepared has the mirror held at its version; it may be needed at another.
         self._prepared = None
         timeout_s = self._stage_timeout_s if update_info.timeout_s is None else update_info.timeout_s
         if update_info.action == "prepare_repair":
             timeout_s = 0.0
-        try:
-            if self._handoff is None:
-                raise RunMismatch(
-                    "this engine follows no run, so it knows no versions", hint="Give init_info a sync_dir."
-                )
-            self._refresh()
-            if needs_mirror:
-                bits = self._handoff.mirror_at(version, timeout_s=timeout_s).bits
-            expected = self._handoff.tensor_digests(version, timeout_s=timeout_s)
-        except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
-            failure = error
-        try:
-            agree(failure, self._at)
-            yield expected, bits
-        finally:
-            if self._handoff is not None:
-                self._handoff.release()
+        return known_state(
+            self._handoff, self._at, version, needs_mirror=needs_mirror, timeout_s=timeout_s, check=check
+        )
+
+    def _check_identity(self, update_info: DeltaSnapshotUpdateInfo) -> None:
+        check_identity(update_info, self._at, sync_dir="" if self._following is None else self._following.sync_dir)
 
     def _require_certain(self) -> None:
         if self._is_uncertain:
@@ -347,7 +362,7 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         refuse_moved_weights(self.vllm_config, self.model, self._as_loaded)
 
     def _require_ready(self) -> None:
-        if not self._is_ready:
+        if self._following is None:
             raise NotInitialized(
                 "the weight transfer engine is not initialized",
                 hint='Call init_weight_transfer_engine with {"sync_dir": ...} first.',

@@ -14,8 +14,11 @@ from vllm_delta_snapshot.store.secrets import refuse_credentials
 __all__ = ["DeltaSnapshotInitInfo", "DeltaSnapshotUpdateInfo"]
 
 _OF_NO_VERSION = ("check", "prepare_repair", "repair")
+_OF_OTHER_RUN = ("prepare_switch", "switch")
 
-Action = Literal["apply", "staged", "prepare", "check", "verify", "prepare_repair", "repair"]
+Action = Literal[
+    "apply", "staged", "prepare", "confirm", "check", "verify", "prepare_repair", "repair", "prepare_switch", "switch"
+]
 
 
 @dataclass
@@ -71,12 +74,20 @@ class DeltaSnapshotUpdateInfo(WeightTransferUpdateInfo):
 
     version: int | None = None
     """The version to go to."""
+    run: str | None = None
+    """The id of the run whose version it is. Whoever names a version names its run."""
+    digest: str | None = None
+    """The state digest of the version, from its record, where the driver knows it."""
+    sync_dir: str | None = None
+    """The folder of the run, as the engine reaches it: only where the engine is to go over to it."""
     action: Action = "apply"
     """`staged` fails at once if the version is not staged, and touches no weight. `prepare` also makes every check and
-    readies the update without writing a weight. `apply` waits, prepares if need be, and writes. `check` fails if the
-    engine must not serve. `verify` compares all live weights with the version (by default the engine's own) and fails
-    if any differs. `repair` writes over weights that are not those of the engine's own version, whole;
-    `prepare_repair` fails at once if what it needs is not there."""
+    readies the update without writing a weight. `apply` waits, prepares if need be, and writes. `confirm` fails if the
+    engine is not at this very version. `prepare_switch` and `switch` are `prepare` and `apply` for a version of another
+    run of the same base, to which the engine goes over. `check` fails if the engine must not serve. `verify` compares
+    all live weights with the version (by default the engine's own) and fails if any differs. `repair` writes over
+    weights that are not those of the engine's own version, whole; `prepare_repair` fails at once if what it needs is
+    not there."""
     allow_rollback: bool = False
     """Whether `version` may be an earlier one than the engine has; else that is an error."""
     timeout_s: float | None = None
@@ -86,7 +97,11 @@ class DeltaSnapshotUpdateInfo(WeightTransferUpdateInfo):
 
     def __post_init__(self) -> None:
         _check("version", self.version, int, optional=True)
-        _check("target_weights_path", self.target_weights_path, str, optional=True)
+        for name in ("run", "digest", "sync_dir", "target_weights_path"):
+            _check(name, getattr(self, name), str, optional=True)
+        refuse_credentials(self.sync_dir or "", "sync_dir")
+        if (self.sync_dir is not None) != (self.action in _OF_OTHER_RUN):
+            raise ValueError("update_info: sync_dir goes with prepare_switch and switch, and they need it")
         if self.action not in get_args(Action):
             raise ValueError(f"update_info: action must be {', '.join(get_args(Action))}, found {self.action!r}")
         if not isinstance(self.allow_rollback, bool):
@@ -100,7 +115,9 @@ class DeltaSnapshotUpdateInfo(WeightTransferUpdateInfo):
             if self.target_weights_path is not None:
                 raise ValueError("update_info: verify compares with a version of the run, not with a folder")
         elif given != (0 if self.action in _OF_NO_VERSION else 1):
-            raise ValueError('update_info: give {"version": N}, or {"target_weights_path": folder} for OpenRL folders')
+            raise ValueError(
+                'update_info: give {"version": N, "run": id}, or {"target_weights_path": folder} for OpenRL'
+            )
 
 
 def _check(name: str, value: object, kind: type, *, optional: bool) -> None:

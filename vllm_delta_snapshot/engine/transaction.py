@@ -89,7 +89,7 @@ class PreparedUpdate:
                 failure = ApplyError("an update put weights elsewhere, where no captured graph reads them")
             agree(failure)
         except BaseException as error:
-            is_old = not is_written or self._undo(model)
+            is_old = not is_written or self.undo(model)
             if not all(gather_from_workers(is_old)):
                 raise WeightsUncertain(
                     "an update failed and a worker could not put its old weights back",
@@ -110,8 +110,8 @@ class PreparedUpdate:
             reload_layers(model, self.fitness.reload, layers, self.fitness.specs, content.__getitem__, config)
         self.fitness.derived.recompute(self.derived, config)
 
-    def _undo(self, model: torch.nn.Module) -> bool:
-        """Put the old values back; say whether they are."""
+    def undo(self, model: torch.nn.Module) -> bool:
+        """Put the old values back, on this worker; say whether they are."""
         with contextlib.suppress(Exception), torch.no_grad():
             is_old = self.layers.restore()
             for tensor, copy in chain.from_iterable(self.derived.values()):

@@ -105,6 +105,7 @@ def find_update(
         base_version=at.version,
         version=version,
         state_digest=at.state_digest,
+        leads_to=info.digest,
     )
 
 
@@ -151,8 +152,9 @@ def staged_update(
     base_version: int,
     version: int,
     state_digest: str,
+    leads_to: str | None = None,
 ) -> Update:
-    """Read a staged update and check that it starts from what this engine has.
+    """Read a staged update and check that it starts from what this engine has, and leads to what was asked for.
 
     Args:
         staged: where the stager put it.
@@ -161,9 +163,10 @@ def staged_update(
         base_version: the engine's version.
         version: the version asked for.
         state_digest: the engine's state digest.
+        leads_to: the state digest of the version, where whoever asks knows it.
 
     Raises:
-        RunMismatch: it is of another run.
+        RunMismatch: it is of another run, or the run's version is another than the one that was staged.
         BaseMismatch: it starts from another version or state.
         CorruptFile: it is damaged.
     """
@@ -180,6 +183,14 @@ def staged_update(
             file=file,
             expected="version {} with state digest {}, to version {}".format(*expected),
             found="version {} with state digest {}, to version {}".format(*found),
+        )
+    if leads_to is not None and fields["state_digest"] != leads_to:
+        raise RunMismatch(
+            f"another version {version} was staged than the one that is asked for",
+            file=file,
+            expected=f"state digest {leads_to}",
+            found=f"state digest {fields['state_digest']}",
+            hint="The run's folder was replaced by a copy that went another way. Restart the engine.",
         )
     return Update(
         version,

@@ -61,12 +61,15 @@ class Handoff:
         needs_absolute: whether the worker cannot know its old values, so that differences are nothing to it; where the
             run has some, the mirror then turns them into absolute values.
         timeout_s: how long the stager may take to find out which version the checkpoint is. It reads every byte of
-            the checkpoint once.
+            the checkpoint once. ``None`` is not to wait: see `join`, before which nothing else may be asked.
 
     Attributes:
         start_version: the version that the engine's checkpoint is.
         start_digest: its state digest.
-        oldest_version: the earliest version that the engine can be brought back to.
+        oldest_version: the earliest version that the engine can be brought back to: the one that the checkpoint is,
+            of which the stager makes everything.
+        oldest_digest: its state digest.
+        is_joined: whether the stager follows the run, and knows of this worker.
 
     Raises:
         StageError: the stager did not start, or did not get ready in time.
@@ -79,13 +82,16 @@ class Handoff:
         root: Path,
         places: PlaceMap,
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         needs_mirror: bool = False,
         needs_absolute: bool = False,
     ) -> None:
-        started_from = _mirror_started_from(config)
-        if started_from is not None:
-            config = config.model_copy(update={"checkpoint": started_from.made_from})
+        self._started_from = Mirror.started_from(Path(config.checkpoint))
+        if self._started_from is not None:
+            config = config.model_copy(update={"checkpoint": self._started_from.made_from})
+        self._first_places = places
+        self._needs_mirror = needs_mirror
+        self._needs_absolute = needs_absolute
         self._area = StageArea.of(root, config)
         self._attachment = Attachment(self._area)
         self._places = ""
@@ -93,21 +99,42 @@ class Handoff:
         self._pin: Pin | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths = 0
+        self.is_joined = False
+        if timeout_s is not None:
+            self.join(timeout_s)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the stager follows the run, and tell it about this worker. Blocks; the second time does nothing.
+
+        Args:
+            timeout_s: how long at most. With 0 it looks once, and may be called again after `NotStaged`.
+
+        Raises:
+            NotStaged: the stager is not ready yet, and `timeout_s` is 0.
+            StageError: it did not start, or did not get ready in time.
+            DeltaSnapshotError: what it found wrong with the run, the store or the checkpoint.
+        """
+        if self.is_joined:
+            return
         try:
             state = self._wait_until_following(timeout_s)
             self.start_version = self.oldest_version = state.start_version
-            self.start_digest = state.start_digest
-            if started_from is not None:
-                self.start_version, self.start_digest = started_from.version, started_from.state_digest
+            self.start_digest = self.oldest_digest = state.start_digest
+            if self._started_from is not None:
+                self.start_version = self._started_from.version
+                self.start_digest = self._started_from.state_digest
             self._version = self.start_version
-            self._needs_mirror = needs_mirror or (needs_absolute and self.read_run().has_differences)
+            self._needs_mirror = self._needs_mirror or (self._needs_absolute and self.read_run().has_differences)
             if self._needs_mirror and self._area.read_mirror_target() is None:
                 self._area.write(self._area.mirror_target, str(self.start_version).encode())
-            self.set_places(places)
+            self.set_places(self._first_places)
+        except NotStaged:
+            raise
         except BaseException:
             self.close()
             self._wait_until_gone(timeout_s=5.0)
             raise
+        self.is_joined = True
 
     def read_run(self) -> RunInfo:
         """Return the run that is followed."""
@@ -256,6 +283,8 @@ class Handoff:
                 raise error_of_fields(state.error)
             if state and state.status == "following":
                 return state
+            if not timeout_s:
+                raise NotStaged("the stager is reading the checkpoint", file=str(self._area.log), hint="Ask again.")
             if time.monotonic() >= deadline:
                 raise StageError(
                     "the stager did not get ready in time",
@@ -311,12 +340,6 @@ def _until_staged(ask: Callable[[], T], timeout_s: float) -> T:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(_POLL_S)
-
-
-def _mirror_started_from(config: StagerConfig) -> Mirror | None:
-    """Return the mirror that the engine was started from, if the checkpoint that it was made from is still there."""
-    mirror = Mirror.open(Path(config.checkpoint))
-    return mirror if mirror is not None and Path(mirror.made_from).is_dir() else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -72,6 +72,15 @@ class Mirror:
             return cls(folder) if (folder / MIRROR_NAME).exists() else None
 
     @classmethod
+    def started_from(cls, checkpoint: Path) -> Self | None:
+        """Return the mirror that an engine's checkpoint is, if what it was made from is still there; ``None`` else.
+
+        Raises: see `open`.
+        """
+        mirror = cls.open(checkpoint)
+        return mirror if mirror is not None and Path(mirror.made_from).is_dir() else None
+
+    @classmethod
     def create(cls, folder: Path, checkpoint: Checkpoint, *, run_id: str, version: int, state_digest: str) -> Self:
         """Copy a checkpoint to the new folder `folder`, durably; it appears whole or not at all. Blocks.
 

@@ -12,6 +12,8 @@ from vllm_delta_snapshot.cli.commands.root import app
 
 __all__: list[str] = []
 
+_SWITCH_RUN = "Move a server that follows another run of the same base to this one."
+
 
 @app.command(short_help="Bring servers to a version.")
 def sync(
@@ -21,6 +23,7 @@ def sync(
     pause_mode: Annotated[Pause, typer.Option(help="What the pause does with running requests.")] = Pause.KEEP,
     timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="How long staging may take.")] = 300.0,
     allow_rollback: Annotated[bool, typer.Option(help="VERSION may be earlier than what a server has.")] = False,
+    switch_run: Annotated[bool, typer.Option(help=_SWITCH_RUN)] = False,
     as_json: AsJson = False,
 ) -> None:
     """Bring vLLM servers to a version, side by side. Exits with 1 if one of them failed."""
@@ -33,6 +36,7 @@ def sync(
         pause_mode=pause_mode.value,
         timeout_s=timeout,
         allow_rollback=allow_rollback,
+        switch_run=switch_run,
         as_json=as_json,
     )
 
@@ -53,6 +57,7 @@ def follow(
     sampler: Annotated[
         str | None, typer.Option(help="Its name in acknowledgements; by default host name and the server's port.")
     ] = None,
+    switch_run: Annotated[bool, typer.Option(help=_SWITCH_RUN)] = False,
     ack: Annotated[bool, typer.Option(help="Write acknowledgements into the store.")] = True,
     timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="How long staging may take.")] = 300.0,
     as_json: AsJson = False,
@@ -68,6 +73,7 @@ def follow(
         max_lag=max_lag,
         pause_mode=pause_mode.value,
         stage_timeout_s=timeout,
+        switch_run=switch_run,
     )
     verb.run(config, server, listen=listen or None, sampler=sampler, acknowledges=ack, as_json=as_json)
 

@@ -34,7 +34,7 @@ def run(
         version_bytes = 0 if sync_dir is None or is_silent else bytes_of_version(sync_dir)
         checks = [*vllm_checks(), stage_check(version_bytes), *stored]
         if server is not None:
-            checks += server_checks(server)
+            checks += server_checks(server, None if is_silent else sync_dir)
         if model is not None:
             check, table = model_check(model, options)
             checks.append(check)
