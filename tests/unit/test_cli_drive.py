@@ -20,6 +20,8 @@ from tests.support.cli import ERROR_FIELDS, Outcome, documented_fields, fields_o
 from tests.support.runs import TinyRun, make_run
 from tests.support.stub_server import EngineStub, answering
 from vllm_delta_snapshot.acks import read_acknowledgements
+from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.store import open_store
 
 COMMAND = Path(sys.executable).with_name("delta-snapshot")
 KEY = "sk-very-secret"
@@ -102,9 +104,12 @@ def test_sync_names_the_server_that_failed_and_exits_with_1(run: TinyRun, server
 def test_sync_goes_to_the_version_that_is_asked_for_in_the_way_that_is_asked_for(run: TinyRun, server: EngineStub):
     options = ("--version", 1, "--pause-mode", "abort", "--allow-rollback", "--timeout", 5)
     call("sync", run.sync_dir, *at(server), *options).assert_ok()
-    assert server.updates() == [("prepare", 1), ("apply", 1)]
+    assert server.updates() == [("prepare", 1), ("apply", 1), ("confirm", 1)]
     assert "/pause?mode=abort" in server.paths()
-    assert all(body["update_info"]["allow_rollback"] for _, path, body in server.asked if path == "/update_weights")
+    infos = [body["update_info"] for _, path, body in server.asked if path == "/update_weights"]
+    assert [info.get("allow_rollback") for info in infos] == [True, True, None]
+    digest = RunFolder(open_store(str(run.sync_dir))).state_digest(1)
+    assert all((info["run"], info["digest"]) == (run.publisher.run_id, digest) for info in infos)
 
 
 def test_sync_initializes_a_server_with_the_whole_path_of_the_run(

@@ -44,9 +44,12 @@ def test_good_server_has_the_documented_fields_and_was_asked_to_verify(server: S
     assert set(found) == documented_fields("`verify --server`") | {"ok"}
     assert found.pop("seconds") >= 0
     assert found == {"ok": True, "server": server.url, "label": "run-1@7", "version": version}
-    info = {"version": version, "action": "verify", "timeout_s": 600.0}
+    labelled = {"version": 7, "run": "run-1", "action": "confirm"}
+    info = {"version": 7 if version is None else version, "run": "run-1", "action": "verify", "timeout_s": 600.0}
     assert server.asked == [
+        ("GET", "/weight_info", None),
         ("POST", "/start_weight_update", None),
+        ("POST", "/update_weights", {"update_info": labelled}),
         ("POST", "/update_weights", {"update_info": info}),
         ("POST", "/finish_weight_update", None),
         ("GET", "/weight_info", None),
@@ -79,7 +82,7 @@ def test_session_is_closed_after_a_refusal_too(server: StubServer):
     server.refuse("/update_weights", 500, DIFFERENT)
     server.refuse("/finish_weight_update", 400, "no update was started")
     assert "model.norm.weight" in call("--server", server.url).assert_failed(1, "ServerError")
-    assert server.paths() == ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+    assert server.paths() == ["/weight_info", "/start_weight_update", "/update_weights", "/finish_weight_update"]
 
 
 @forms
@@ -87,7 +90,7 @@ def test_server_without_the_routes_names_the_switch(server: StubServer, form: tu
     server.routes.clear()
     message = call("--server", server.url, *form).assert_failed(1, "ServerError")
     assert "VLLM_SERVER_DEV_MODE=1" in message
-    assert server.paths() == ["/start_weight_update"]
+    assert server.paths() == ["/weight_info"]
 
 
 @forms
@@ -103,7 +106,7 @@ def test_no_server_there_is_a_problem(form: tuple[str, ...]):
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
         outcome = call("--server", url, *form)
     message = outcome.assert_failed(1, "ServerError")
-    assert message.startswith(f"the server does not answer: file POST {url}/start_weight_update")
+    assert message.startswith(f"the server does not answer: file GET {url}/weight_info")
     assert bool(outcome.stdout) == bool(form)
 
 

@@ -53,7 +53,7 @@ def test_every_server_has_the_version_and_its_label_and_the_reports_are_in_order
         assert (found.update.is_cache_reset, found.update.is_repaired) == (True, False)
         assert found.update.pause_s >= found.update.apply_s + found.update.resume_s > 0
         assert found.seconds >= found.update.stage_s + found.update.pause_s
-        assert server.updates() == [("prepare", 7), ("apply", 7)]
+        assert server.updates() == [("prepare", 7), ("apply", 7), ("confirm", 7)]
         assert server.label == f"{RUN}@7"
 
 
@@ -266,6 +266,7 @@ def test_server_whose_weights_were_changed_is_repaired_first(server: EngineStub)
         ("repair", None),
         ("prepare", 7),
         ("apply", 7),
+        ("confirm", 7),
     ]
     assert server.label == f"{RUN}@7"
     paths = server.paths()

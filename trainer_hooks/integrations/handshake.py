@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final, Protocol, runtime_checkable
 
-from vllm_delta_snapshot.drive.sync import asked_for
 from vllm_delta_snapshot.errors import (
     ApplyError,
     CompatibilityError,
@@ -24,6 +23,7 @@ from vllm_delta_snapshot.errors import (
     Recovery,
     error_kind,
 )
+from vllm_delta_snapshot.requests import asked_for
 
 __all__ = ["ClientFleet", "PausingClient", "WeightSyncClient"]
 

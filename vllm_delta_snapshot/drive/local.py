@@ -9,8 +9,9 @@ import time
 from typing import Any
 
 from vllm_delta_snapshot.drive.labels import weight_label
-from vllm_delta_snapshot.drive.sync import UpdateReport, asked_for
+from vllm_delta_snapshot.drive.sync import UpdateReport
 from vllm_delta_snapshot.errors import BaseMismatch, error_kind
+from vllm_delta_snapshot.requests import asked_for
 
 __all__ = ["repair_llm", "sync_llm", "verify_llm"]
 

@@ -23,6 +23,7 @@ from vllm_delta_snapshot.drive.labels import (
     weight_label,
 )
 from vllm_delta_snapshot.errors import BaseMismatch, Recovery, RunMismatch, WeightsUncertain
+from vllm_delta_snapshot.requests import asked_for
 
 __all__ = ["RunningRequests", "UpdateReport", "repair_server", "sync_server", "verify_server"]
 
@@ -149,12 +150,6 @@ class _Prepared:
     request: Mapping[str, object]
     is_repaired: bool = False
     is_switched: bool = False
-
-
-def asked_for(version: int, run_id: str | None, state_digest: str | None) -> dict[str, object]:
-    """Return the part of an `update_info` that says which version is meant."""
-    given = {"version": version, "run": run_id, "digest": state_digest}
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _other_way(

@@ -10,9 +10,9 @@ from vllm_delta_snapshot.cli.doctor.check import Check, failed
 from vllm_delta_snapshot.cli.server import client_of
 from vllm_delta_snapshot.drive.client import ServerClient, ServerError
 from vllm_delta_snapshot.drive.labels import run_and_version, served_instead
-from vllm_delta_snapshot.drive.sync import asked_for
 from vllm_delta_snapshot.errors import DeltaSnapshotError, NotInitialized
 from vllm_delta_snapshot.plugin import BACKEND
+from vllm_delta_snapshot.requests import asked_for
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
