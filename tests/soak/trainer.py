@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,7 +82,7 @@ class Trainer:
             self._model.load_state_dict(load_file(known[-1]))
         for name, parameter in self._model.named_parameters():
             parameter.requires_grad_(not any(part in name for part in FROZEN))
-        upkeep = UpkeepPolicy(anchor_every=10, merge_every=5, keep_versions=20) if rng.random() < 0.5 else None
+        upkeep = UpkeepPolicy(anchor_every=10, merge_every=5) if rng.random() < 0.5 else None
         asynchronous = rng.random() < 0.5
         self.publisher = DeltaPublisher(
             self._model, sync_dir=sync_dir, base=base, asynchronous=asynchronous, upkeep=upkeep, threads=1
@@ -130,10 +131,13 @@ def _obey(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
     ways: list[str] = []
     interrupted = False
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         for _ in range(command.get("count", 1)):
             ways += trainer.step()
     except KeyboardInterrupt:
         interrupted = True
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that comes late finds a trainer that waits for its user
+    if interrupted:
         trainer.settle()
     version = trainer.publisher.version
     return {"version": version, "run_id": trainer.publisher.run_id, "ways": ways, "interrupted": interrupted}
@@ -144,6 +148,7 @@ def main(base: str, sync_dir: str, states: str, seed: str) -> None:
     torch.manual_seed(int(seed))
     torch.set_num_threads(1)
     Path(states).mkdir(exist_ok=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     trainer = Trainer(Path(base), sync_dir, Path(states), random.Random(int(seed)))
     _say({"version": trainer.publisher.version, "run_id": trainer.publisher.run_id})
     for command in _commands():
