@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tests.support import damage
@@ -21,8 +23,9 @@ from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.cli.app import app
 from vllm_delta_snapshot.drive import ServerClient, ServerError, sync_server, verify_server
+from vllm_delta_snapshot.drive.labels import confirm_label
 from vllm_delta_snapshot.drive.sync import _wait_prepared
-from vllm_delta_snapshot.errors import BaseMismatch, CorruptFile
+from vllm_delta_snapshot.errors import BaseMismatch, CompatibilityError, CorruptFile, OutOfOrder
 from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
@@ -192,6 +195,68 @@ def test_version_that_never_comes_times_out_without_a_pause(setup: Setup) -> Non
     assert not setup.client.is_paused()
     # An answer, not an error: no process of the server logged a traceback of it.
     assert "NotStaged" not in setup.log.read_text(errors="replace")
+
+
+def test_label_is_what_the_engine_serves_whichever_driver_writes_last(setup: Setup) -> None:
+    first, second = setup.publish(), setup.publish()
+    run_id = setup.publisher.run_id
+    asked = {"version": first, "run": run_id}
+    _wait_prepared(setup.client, "prepare", asked, 60)
+    setup.client.start_update()
+    setup.client.update(**asked, action="apply")
+    sync_server(setup.client, second, run_id=run_id)  # another driver, which takes the session over
+    setup.client.set_weight_version(setup.label(first))  # and the first one comes to its end
+    with pytest.raises(ServerError, match=f"serves {setup.label(second)}") as caught:
+        confirm_label(setup.client, asked, setup.label(first))
+    assert caught.value.kind is OutOfOrder
+    assert setup.client.weight_version() == setup.label(second)
+    verify_server(setup.client)
+    setup.client.set_weight_version(setup.label(first))  # somebody's mistake
+    with pytest.raises(ServerError, match=f"serves {setup.label(second)}"):
+        verify_server(setup.client)
+    sync_server(setup.client, second, run_id=run_id)
+    assert setup.client.weight_version() == setup.label(second)
+
+
+def test_what_a_driver_before_runs_were_named_sends_is_refused_and_says_what_to_upgrade(setup: Setup) -> None:
+    before = (setup.client.weight_version(), setup.client.checksums())
+    with pytest.raises(ServerError, match="Upgrade vllm-delta-snapshot where the driver runs") as caught:
+        _wait_prepared(setup.client, "prepare", {"version": setup.publisher.version, "allow_rollback": False}, 5)
+    assert caught.value.kind is CompatibilityError
+    assert (setup.client.weight_version(), setup.client.checksums()) == before
+
+
+def test_server_of_one_run_is_not_labelled_with_another_and_goes_over_when_told(setup: Setup, tmp_path: Path) -> None:
+    other = AutoModelForCausalLM.from_pretrained(setup.base, dtype=torch.float32)
+    sync_dir = str(tmp_path / "other")
+    publisher = DeltaPublisher(other, sync_dir=sync_dir, base=setup.base, asynchronous=False)
+    while publisher.version < setup.publisher.version:  # the same number in both runs
+        train_step(other, 500 + publisher.version)
+        publisher.publish()
+    url, own = setup.client.url, setup.client.weight_version()
+    weights = setup.client.checksums()
+    refused = CliRunner().invoke(app, ["sync", sync_dir, "--server", url, "--json"])
+    assert refused.exit_code == 1
+    assert "RunMismatch" in refused.stdout
+    assert f"serves {own}" in refused.stdout
+    examined = CliRunner().invoke(app, ["doctor", "--sync-dir", sync_dir, "--server", url, "--json"])
+    found = {check["name"]: check for check in json.loads(examined.stdout)["checks"]}
+    assert not found["server run"]["ok"]
+    assert "--switch-run" in found["server run"]["hint"]
+    assert (setup.client.weight_version(), setup.client.checksums()) == (own, weights)
+
+    moved = CliRunner().invoke(app, ["sync", sync_dir, "--server", url, "--switch-run", "--json"])
+    assert moved.exit_code == 0, moved.output
+    assert json.loads(moved.stdout)["servers"][0]["update"]["is_switched"] is True
+    assert setup.client.weight_version() == f"{publisher.run_id}@{publisher.version}"
+    assert CliRunner().invoke(app, ["verify", "--server", url]).exit_code == 0
+    examined = CliRunner().invoke(app, ["doctor", "--sync-dir", sync_dir, "--server", url, "--json"])
+    assert {c["name"]: c["ok"] for c in json.loads(examined.stdout)["checks"]}["server run"]
+    assert setup.client.checksums() != weights
+
+    back = CliRunner().invoke(app, ["sync", str(setup.sync_dir), "--server", url, "--switch-run"])
+    assert back.exit_code == 0, back.output
+    assert (setup.client.weight_version(), setup.client.checksums()) == (own, weights)
 
 
 def test_server_ends_with_the_weights_of_a_fresh_engine(setup: Setup, tmp_path: Path) -> None:
