@@ -32,7 +32,7 @@ from vllm_delta_snapshot.engine.repair import repair
 from vllm_delta_snapshot.engine.transaction import PreparedUpdate, prepare
 from vllm_delta_snapshot.engine.updates import Update, Weights, find_staged, find_update
 from vllm_delta_snapshot.engine.ways import Way, summary_of
-from vllm_delta_snapshot.errors import NotInitialized, NotStaged, WeightsUncertain
+from vllm_delta_snapshot.errors import NotInitialized, WeightsUncertain
 from vllm_delta_snapshot.stage.handoff import Handoff
 
 __all__ = ["DeltaSnapshotWeightTransferEngine"]
@@ -204,27 +204,17 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         failure: BaseException | None = None
         try:
             self._refresh()
-            switch = following.switch_to(str(info.sync_dir), self._fitness)
+            following.turn_to(str(info.sync_dir), self._fitness)
         except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
             failure = error
         agree(failure, self._at)
         try:
-            if not switch.is_ready(info):
-                switch.prepare(info, self._at, self._fitness)
-            if info.action == "prepare_switch":
-                return
-            self._at = switch.commit(info, self._fitness, self.model, self._way, self.vllm_config)
+            gone_to = following.go_over(info, self._at, self._fitness, self.model, self._way, self.vllm_config)
         except WeightsUncertain:
             self._is_uncertain = True
             raise
-        except NotStaged:
-            raise  # the stager of the other run goes on
-        except BaseException:
-            following.drop_switch()
-            raise
-        self._moved_to = self._at
-        following.went_over(switch, self._at)
-        logger.info("went over to run=%s version=%d", self._at.run_id, self._at.version)
+        if gone_to is not None:
+            self._at = self._moved_to = gone_to
 
     def _prepare(self, update_info: DeltaSnapshotUpdateInfo) -> None:
         """Have the update ready to be written; do nothing if it is, or if there is nothing to write."""

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import torch
 
 from vllm_delta_snapshot.engine.fitness import Fitness
 from vllm_delta_snapshot.engine.identity import served
-from vllm_delta_snapshot.engine.messages import DeltaSnapshotInitInfo
+from vllm_delta_snapshot.engine.log import logger
+from vllm_delta_snapshot.engine.messages import DeltaSnapshotInitInfo, DeltaSnapshotUpdateInfo
 from vllm_delta_snapshot.engine.switch import Switch
 from vllm_delta_snapshot.engine.updates import Weights
-from vllm_delta_snapshot.errors import RunMismatch
+from vllm_delta_snapshot.engine.ways import Way
+from vllm_delta_snapshot.errors import NotStaged, RunMismatch
 from vllm_delta_snapshot.stage.area import StagerConfig, default_stage_root
 from vllm_delta_snapshot.stage.handoff import Handoff
 
@@ -69,8 +73,8 @@ class Following:
         self.handoff.set_version(moved_to.version)
         return moved_to
 
-    def switch_to(self, sync_dir: str, fitness: Fitness) -> Switch:
-        """Return the way to another run; the one that was begun, if there is one.
+    def turn_to(self, sync_dir: str, fitness: Fitness) -> None:
+        """Begin a way to another run; go on with the one that was begun.
 
         Raises:
             RunMismatch: there is no run to go from.
@@ -82,14 +86,50 @@ class Following:
             self.drop_switch()
         if self._switch is None:
             self._switch = Switch(self.handoff, self._tie(sync_dir, fitness, timeout_s=None), sync_dir)
-        return self._switch
 
-    def went_over(self, switch: Switch, at: Weights) -> None:
-        """Follow the other run from now on."""
+    def go_over(
+        self,
+        info: DeltaSnapshotUpdateInfo,
+        at: Weights,
+        fitness: Fitness,
+        model: torch.nn.Module,
+        way: Way,
+        config: Any,
+    ) -> Weights | None:
+        """Have the way ready that `turn_to` began, or go it, as `info` says. Collective over the engine's workers.
+
+        Args:
+            info: the version of the other run.
+            at: which weights the engine has.
+            fitness: where they lie.
+            model: the live model.
+            way: how plain weights are written.
+            config: vLLM's configuration of the engine.
+
+        Returns:
+            Which weights it has now; ``None`` if it was only made ready.
+
+        Raises: see `Switch.prepare` and `Switch.commit`.
+        """
+        switch = self._switch
+        assert switch is not None  # noqa: S101 - `turn_to`
+        try:
+            if not switch.is_ready(info):
+                switch.prepare(info, at, fitness)
+            if info.action == "prepare_switch":
+                return None
+            gone_to = switch.commit(info, fitness, model, way, config)
+        except NotStaged:
+            raise  # the stager of the other run goes on
+        except BaseException:
+            self.drop_switch()
+            raise
         switch.old.close()
         self.handoff, self.sync_dir, self._switch = switch.new, switch.sync_dir, None
-        self.handoff.set_version(at.version)
+        self.handoff.set_version(gone_to.version)
         self.handoff.release()
+        logger.info("went over to run=%s version=%d", gone_to.run_id, gone_to.version)
+        return gone_to
 
     def drop_switch(self) -> None:
         """Forget the way to another run. Nothing happens if there is none."""
