@@ -125,14 +125,14 @@ class BasePublisher(ABC):
 
         Args:
             step: the optimizer step, recorded for people and plots; rank 0's counts.
-            metrics: finite numbers to record beside it, such as the reward; rank 0's count.
+            metrics: numbers to record beside it, such as the reward; rank 0's count. What is no finite number is left
+                out with a warning, and so is a step that is no integer: neither keeps weights from engines.
 
         Returns:
             The handle of the publication.
 
         Raises:
-            SourceError: a tensor is missing, doubled or does not fit, or a metric is no finite number. Nothing was
-                published.
+            SourceError: a tensor is missing, doubled or does not fit. Nothing was published.
             VersionConflict: another trainer is publishing into this run.
             StoreError, StoreUnavailable: this publication, or the one before if nobody was told yet, was not committed.
                 The next call carries its changes too, and those of this one.

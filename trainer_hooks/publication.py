@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 import logging
-import math
-import operator
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from trainer_hooks.background import Task
-from vllm_delta_snapshot.delta_folder import WriterNotes
-from vllm_delta_snapshot.errors import NotPublished, SourceError
+from vllm_delta_snapshot.errors import NotPublished
 
-__all__ = ["Fleet", "Publication", "PublishReport", "notes_of"]
+__all__ = ["Fleet", "Publication", "PublishReport"]
 
 logger = logging.getLogger(__name__)
 
@@ -130,21 +126,6 @@ class Fleet(Protocol[R]):
     def sync(self, version: int, *, run_id: str | None = None, state_digest: str | None = None) -> R:
         """Bring them there, and report."""
         ...
-
-
-def notes_of(base_model: str, step: int | None, metrics: Mapping[str, float] | None) -> WriterNotes:
-    """Check what the caller wants recorded, before anything is written.
-
-    Raises:
-        SourceError: a metric is no finite number.
-    """
-    numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
-    for name, value in numbers.items():
-        if not math.isfinite(value):
-            raise SourceError(
-                f"metric {name} is not a finite number", found=value, hint="Leave it out; JSON cannot hold it."
-            )
-    return WriterNotes(base_model, None if step is None else operator.index(step), numbers)
 
 
 def _skipped() -> NotPublished:

@@ -19,8 +19,9 @@ from trainer_hooks.device_diff import DeviceDiff, DiffOn
 from trainer_hooks.fit import check_fit
 from trainer_hooks.kernel import load_kernel
 from trainer_hooks.names import Names
+from trainer_hooks.notes import notes_of
 from trainer_hooks.observers import PublishObserver
-from trainer_hooks.publication import Fleet, Publication, PublishReport, R, notes_of
+from trainer_hooks.publication import Fleet, Publication, PublishReport, R
 from trainer_hooks.published import Head, Published
 from trainer_hooks.resume import PublishedState, open_run, policy_of
 from trainer_hooks.source import source_of

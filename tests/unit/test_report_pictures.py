@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
 from html.parser import HTMLParser
 from itertools import islice
@@ -267,3 +268,19 @@ def test_page_has_a_table_of_all_versions_and_both_themes():
 def test_page_says_that_the_chain_is_broken_or_that_there_is_nothing():
     assert "The chain is broken" in page_bytes(make_history(3, missing=[2]), []).decode()
     assert "No version was published yet" in page_bytes(make_history(0), []).decode()
+
+
+@pytest.mark.parametrize("count", [1, 2, 60, 2000])
+@pytest.mark.parametrize(
+    "values",
+    [(1e308, 1e308), (1e308, -1e308), (1.7976931348623157e308, 0.0), (5e-324, 0.0), (5e-324, 5e-324), (1e308, 5e-324)],
+    ids=str,
+)
+def test_any_finite_metric_is_drawn(count: int, values: tuple[float, float], tmp_path: Path):
+    history = make_history(count, layers=1)
+    for facts, value in zip(history.versions, itertools.cycle(values)):
+        object.__setattr__(facts, "metrics", {"reward": value})
+    (tmp_path / "out").mkdir()
+    written = write_pictures(history, tmp_path / "out", metrics=["reward"])  # warnings are errors
+    assert written
+    write_page(history, tmp_path / "page.html", metrics=["reward"])

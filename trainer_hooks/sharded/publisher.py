@@ -23,8 +23,9 @@ from trainer_hooks.base_publisher import BasePublisher, Conduct, WhenBusy
 from trainer_hooks.device_diff import DeviceDiff, DiffOn
 from trainer_hooks.kernel import load_kernel
 from trainer_hooks.names import Names
+from trainer_hooks.notes import notes_of
 from trainer_hooks.observers import PublishObserver
-from trainer_hooks.publication import Fleet, Publication, R, notes_of
+from trainer_hooks.publication import Fleet, Publication, R
 from trainer_hooks.published import Head
 from trainer_hooks.saved_state import SavedState
 from trainer_hooks.sharded.audit import check_audited
@@ -284,7 +285,6 @@ class ShardedPublisher(BasePublisher):
 
     def _begin(self, heard: list[JSON], step: int | None, metrics: Mapping[str, float] | None) -> JSON:
         """On rank 0: find out what became of an earlier commit whose answer never came, and name the next one."""
-        notes_of(self._base_model, step, metrics)  # what is wrong with them is said before anything is written
         if any(said["is_busy"] for said in heard):
             return {"is_skipped": True}
         versions = {said["version"] for said in heard}

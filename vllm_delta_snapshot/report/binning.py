@@ -19,6 +19,8 @@ __all__ = ["Binned", "bin_columns", "bin_size", "bin_starts", "bin_values"]
 
 Numbers = NDArray[np.float64]
 
+_LARGEST = 1e290
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Binned:
@@ -88,10 +90,11 @@ def bin_columns(matrix: Numbers, starts: NDArray[np.int64]) -> Numbers:
         starts: where each bin begins, shape ``(bins,)``.
     """
     known = ~np.isnan(matrix)
-    sums = np.add.reduceat(np.where(known, matrix, 0.0), starts, axis=1)
+    scale = max(1.0, float(np.max(np.abs(matrix), where=known, initial=0.0)) / _LARGEST)  # sums must stay finite
+    sums = np.add.reduceat(np.where(known, matrix / scale, 0.0), starts, axis=1)
     counts = np.add.reduceat(known.astype(np.float64), starts, axis=1)
     means: Numbers = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
-    return means
+    return means * scale
 
 
 def _extremes(values: Numbers, starts: NDArray[np.int64]) -> tuple[Numbers, Numbers]:

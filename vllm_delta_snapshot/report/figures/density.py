@@ -31,6 +31,8 @@ from vllm_delta_snapshot.report.text import counted, percent, plain_number
 
 __all__ = ["draw_density", "draw_layers"]
 
+_EVERYDAY: Final = (1e-100, 1e100)
+"""Within these, axes and their margins are finite."""
 _UNEVEN: Final = 20
 """From so many times the median on, the highest value would press all others to the ground: then the scale is log."""
 _MOST_ROWS: Final = 120
@@ -110,13 +112,24 @@ def _density_panel(axes: Axes, history: RunHistory, along: Along, theme: Theme) 
 
 def _metric_panel(axes: Axes, history: RunHistory, along: Along, theme: Theme, name: str) -> None:
     values = history.metric(name)
-    binned = draw_line(axes, along, values, theme.green)
     known = values[~np.isnan(values)]
+    drawn, unit = _drawable(values)
+    binned = draw_line(axes, along, drawn, theme.green)
     mark_gaps(axes, along, theme)
     plain_axes(axes)
-    axes.set_ylabel(label(name, 24))
+    axes.set_ylabel(label(name, 24) + unit)
     told = f"as recorded by the trainer, with {counted(known.size, 'version')}; last {known[-1]:.4g}"
     titled(axes, theme, label(name, 80), told + note(binned))
+
+
+def _drawable(values: Numbers) -> tuple[Numbers, str]:
+    """Return values that axes can hold, and what to say of their unit: any finite number is drawn, in powers of ten."""
+    largest = float(np.nanmax(np.abs(values), initial=0.0))
+    if largest == 0 or _EVERYDAY[0] <= largest <= _EVERYDAY[1]:
+        return values, ""
+    power = int(np.floor(np.log10(largest)))
+    half = power // 2  # 10**-power alone may be infinite or zero
+    return values / 10.0**half / 10.0 ** (power - half), f" (1e{power})"
 
 
 def _columns(history: RunHistory) -> tuple[Numbers, Numbers, int]:
