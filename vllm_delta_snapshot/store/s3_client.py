@@ -4,31 +4,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import os
+import random
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from vllm_delta_snapshot.errors import (
-    CompatibilityError,
-    ExclusiveCreateUnsupported,
-    ObjectExists,
-    ObjectNotFound,
-    StoreError,
-    StoreUnavailable,
-)
-from vllm_delta_snapshot.store.bucket import PastTheEnd
+from vllm_delta_snapshot.errors import CompatibilityError, StoreError, StoreUnavailable
 from vllm_delta_snapshot.store.config import StoreConfig
+from vllm_delta_snapshot.store.s3_answers import CONFLICTS, error_of_answer
 from vllm_delta_snapshot.traffic import count_retry
 
 __all__ = ["make_client", "reported"]
 
-_MAY_PASS: Final = frozenset(
-    {"SlowDown", "RequestTimeout", "RequestTimeTooSkewed", "InternalError", "ServiceUnavailable", "Throttling"}
-    | {"ThrottlingException", "ConditionalRequestConflict", "OperationAborted", "NoSuchUpload"}
-)
-_FULL: Final = frozenset({"XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "EntityTooLarge"})
-_DENIED: Final = frozenset(
-    {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "403", "401"}
-)
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 5.0
+_CHANCE: Final = random.SystemRandom()  # of its own: a trainer's seeds must not be used up here
+_AWS: Final = {
+    "retries": ("AWS_RETRY_MODE", "retry_mode", "AWS_MAX_ATTEMPTS", "max_attempts"),
+    "request_checksum_calculation": ("AWS_REQUEST_CHECKSUM_CALCULATION", "request_checksum_calculation"),
+    "response_checksum_validation": ("AWS_RESPONSE_CHECKSUM_VALIDATION", "response_checksum_validation"),
+}
+"""By option of ours: where a user sets it for every tool of AWS."""
 
 
 def make_client(config: StoreConfig) -> Any:
@@ -47,31 +44,65 @@ def make_client(config: StoreConfig) -> Any:
         raise CompatibilityError(
             "s3:// needs boto3", found=error, hint="pip install 'vllm-delta-snapshot[s3]'"
         ) from error
-    is_other = config.endpoint_url is not None
-    checksums = config.checksums
-    if checksums == "auto":
-        # Stores that are not Amazon's answer ranged requests with checksums of the whole object, or refuse them.
-        checksums = "when_required" if is_other else "when_supported"
-    style = {None: "path" if is_other else "auto", True: "path", False: "virtual"}[config.path_style]
-    options: dict[str, Any] = {
-        "connect_timeout": config.connect_timeout_s,
-        "read_timeout": config.read_timeout_s,
-        "retries": {"mode": "standard", "total_max_attempts": config.attempts},
-        "max_pool_connections": config.concurrency + 2,
-        "request_checksum_calculation": checksums,
-        "response_checksum_validation": checksums,
-        "s3": {"addressing_style": style},
-    }
-    if config.anonymous:
-        options["signature_version"] = UNSIGNED
     try:
         session = boto3.session.Session(region_name=config.region)
-        region = session.region_name or ("us-east-1" if is_other else None)
+        options = _options(config, session._session.get_scoped_config())
+        if config.anonymous:
+            options["signature_version"] = UNSIGNED
+        region = session.region_name or ("us-east-1" if _is_other(config, session) else None)
         client = session.client("s3", endpoint_url=config.endpoint_url, region_name=region, config=Config(**options))
     except (botocore.exceptions.BotoCoreError, ValueError) as error:
         raise StoreError("S3 cannot be set up", file=config.endpoint_url, found=error) from error
+    client.meta.events.register("needs-retry.s3", functools.partial(_pause_after_conflict, config.attempts))
     client.meta.events.register("after-call.s3", _count_retries)
     return client
+
+
+def _options(config: StoreConfig, scoped: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a client: what was set for us, and else nothing that was set for all of AWS's tools.
+
+    Args:
+        config: ours.
+        scoped: the profile in AWS's own configuration file.
+    """
+    given, is_ours = config.model_fields_set, config.endpoint_url is not None
+    # Stores that are not Amazon's answer ranged requests with checksums of the whole object, or refuse them.
+    checksums = ("when_required" if is_ours else None) if config.checksums == "auto" else config.checksums
+    options: dict[str, Any] = {
+        "connect_timeout": config.connect_timeout_s,
+        "read_timeout": config.read_timeout_s,
+        "max_pool_connections": config.concurrency + 2,
+    }
+    wanted: dict[str, Any] = {
+        "retries": {"mode": "standard", "total_max_attempts": config.attempts},
+        "request_checksum_calculation": checksums,
+        "response_checksum_validation": checksums,
+    }
+    for name, value in wanted.items():
+        is_explicit = "attempts" in given if name == "retries" else config.checksums != "auto"
+        is_set_for_all = any(place in os.environ or place in scoped for place in _AWS[name])
+        if value is not None and (is_explicit or not is_set_for_all):
+            options[name] = value
+    style = {None: "path" if is_ours else None, True: "path", False: "virtual"}[config.path_style]
+    is_style_set = isinstance(scoped.get("s3"), Mapping) and "addressing_style" in scoped["s3"]
+    if style is not None and (config.path_style is not None or not is_style_set):
+        options["s3"] = {"addressing_style": style}
+    return options
+
+
+def _is_other(config: StoreConfig, session: Any) -> bool:
+    """Say whether some endpoint is set: a store that is not Amazon's needs no region, and boto3 asks for one."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    scoped = session._session.get_scoped_config()
+    return bool(config.endpoint_url or any(map(os.environ.get, names)) or {"endpoint_url", "services"} & scoped.keys())
+
+
+def _pause_after_conflict(most: int, response: Any, attempts: int, **_: Any) -> float | None:
+    """Have botocore, whose own rules do not know them, make a request again that met another one for the same name."""
+    code = "" if response is None else str(response[1].get("Error", {}).get("Code", ""))
+    if code not in CONFLICTS or attempts >= most:
+        return None
+    return _CHANCE.uniform(0.0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempts))
 
 
 def _count_retries(parsed: dict[str, Any], model: Any, **_: Any) -> None:
@@ -97,41 +128,13 @@ def reported(where: str, bucket: str) -> Iterator[None]:
     try:
         yield
     except botocore.exceptions.ClientError as error:
-        raise _of_answer(error, where, bucket) from error
+        raise error_of_answer(error, where, bucket) from error
     except (botocore.exceptions.NoCredentialsError, botocore.exceptions.PartialCredentialsError) as error:
         raise StoreError(
             "no credentials for S3", file=where, found=error, hint="Set them up as for the aws command, and try that."
         ) from error
     except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
         raise StoreUnavailable("S3 does not answer", file=where, found=_brief(error)) from error
-
-
-def _of_answer(error: Any, where: str, bucket: str) -> Exception:
-    answer = error.response
-    code = str(answer.get("Error", {}).get("Code", ""))
-    status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    said = f"{code}: {answer.get('Error', {}).get('Message', '')}".strip(": ")
-    if code == "NoSuchBucket":
-        hint = "Make it, or correct sync_dir, region or DELTA_SNAPSHOT_STORE_ENDPOINT_URL."
-        return StoreError("there is no such bucket", file=where, found=bucket, hint=hint)
-    if code == "InvalidRange" or status == 416:
-        return PastTheEnd()
-    if code in ("PreconditionFailed", "412") or status == 412:
-        return ObjectExists("object exists", file=where)
-    if code in _FULL or status == 507:
-        hint = "Free space there, or prune old versions; nothing of this version was published."
-        return StoreError("S3 has no room", file=where, found=said or f"status {status}", hint=hint)
-    if code in _DENIED or status in (401, 403):
-        hint = "Look at the credentials and the bucket's policy: see docs/stores.md."
-        return StoreError("S3 refuses", file=where, found=said, hint=hint)
-    if code == "NotImplemented" or status == 501:
-        hint = "Use another store, or pass single_writer=True if only one trainer will ever write here."
-        return ExclusiveCreateUnsupported("this store knows no conditional create", file=where, found=said, hint=hint)
-    if code in _MAY_PASS or status >= 500 or status in (409, 429):
-        return StoreUnavailable("S3 is busy", file=where, found=said)
-    if code in ("NoSuchKey", "NotFound", "404") or status == 404:
-        return ObjectNotFound("no such object", file=where)
-    return StoreError("S3 refuses", file=where, found=said or f"status {status}")
 
 
 def _brief(error: BaseException) -> str:
