@@ -142,7 +142,12 @@ class Soak:
         self._meanwhile(trainer, count, lambda: kill_stagers(self._stage))
 
     def _kill_follower(self, trainer: TrainerProcess, count: int) -> None:
-        self._meanwhile(trainer, count, lambda: self._follower and self._follower.kill())
+        self._meanwhile(trainer, count, self._end_follower)
+
+    def _end_follower(self) -> None:
+        if self._follower is not None:
+            self._follower.kill()
+            self._follower.wait()  # who asks whether it lives must not find it dying
 
     def _kill_both(self, trainer: TrainerProcess, count: int) -> None:
         self._kill_follower(trainer, count)
