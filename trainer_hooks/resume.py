@@ -82,7 +82,7 @@ def open_run(
         BrokenChain, CorruptFile, VerifyError: the run there is damaged.
     """
     run = find_run(folder, base, base.state_digest, policy)
-    newest = max(folder.versions(), default=0)
+    newest = folder.newest()
     plan = plan_run(folder, newest, start=(0, base.state_digest))
     with opened_start(folder, plan, base) as start:
         baseline = Baseline(start, memory)

@@ -69,7 +69,7 @@ class SavedState(BaseModel):
         if run.run_id != self.run_id:
             raise self._other_run(uri, f"run {run.run_id}")
         versions = folder.versions()
-        newest = max(versions, default=0)
+        newest = folder.newest()
         if newest < self.version:
             raise BrokenChain(
                 "the run has gone back since the trainer's checkpoint was written",

@@ -7,13 +7,15 @@ pruned is not asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, OutOfOrder
+from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.version import DeltaRecord
 
-__all__ = ["ChainPlan", "Shortcuts", "Step", "known_way", "plan_chain", "plan_steps"]
+__all__ = ["ChainPlan", "Shortcuts", "Step", "known_way", "newest_in_line", "plan_chain", "plan_steps"]
 
 Step = tuple[int, int]
 """A delta by its base version and its version."""
@@ -89,14 +91,18 @@ def plan_chain(
         if record.base_version != at:
             raise BrokenChain(
                 f"version {number} does not continue the chain",
+                file=layout.version_key(number),
                 expected=f"base version {at}",
                 found=f"base version {record.base_version}",
+                hint="The record is out of line: delta-snapshot verify SYNC_DIR.",
             )
         if record.base_state_digest != digest:
             raise BaseMismatch(
                 f"version {number} was made against other weights than version {at}",
+                file=layout.version_key(number),
                 expected=f"state digest {digest}",
                 found=f"state digest {record.base_state_digest}",
+                hint="The record is of another run or was replaced: delta-snapshot verify SYNC_DIR.",
             )
         at, digest = number, record.state_digest
         steps.append(record)
@@ -117,47 +123,72 @@ def plan_steps(existing: Iterable[int], base_version: int, version: int, shortcu
             found=f"version {version}",
         )
     available = set(existing)
-    if missing := [number for number in range(base_version + 1, version + 1) if number not in available]:
+    between = sorted(number for number in available if base_version < number <= version)
+    if len(between) < version - base_version:
+        missing = list(islice(_missing(between, base_version + 1, version), 11))
         listed = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         raise BrokenChain(
             f"no way from version {base_version} to version {version}",
+            file=layout.version_key(missing[0]) if missing[0] <= layout.MAX_VERSION else None,
             expected=f"versions {base_version + 1} to {version}",
             found=f"newest is {max(available, default=0)}, missing: {listed}",
+            hint="delta-snapshot verify SYNC_DIR says which records are out of line.",
         )
-    # By version, how many deltas lead there and from where the last one comes.
-    reached: dict[int, tuple[int, int]] = {base_version: (0, base_version)}
-    bases_of: dict[int, list[int]] = {}
-    for base, end in shortcuts.merged:
-        bases_of.setdefault(end, []).append(base)
-    for number in range(base_version + 1, version + 1):
-        bases = [base for base in bases_of.get(number, ()) if base in reached]
-        if number > shortcuts.pruned and number - 1 in reached:
-            bases.append(number - 1)
-        if bases:
-            count, base = min((reached[base][0], base) for base in bases)
-            reached[number] = (count + 1, base)
-    if version not in reached:
+    own = [(number - 1, number) for number in between if number > shortcuts.pruned]
+    steps = _fewest((*own, *shortcuts.merged), base_version, version)
+    if steps is None:
         raise BrokenChain(
             f"no way from version {base_version} to version {version}",
+            file=layout.version_key(base_version + 1),
             expected=f"deltas from version {base_version + 1} on",
             found=f"deltas up to version {shortcuts.pruned} were pruned",
             hint="An engine that starts now comes there from an anchor: restart this one.",
         )
-    steps = []
-    at = version
-    while at != base_version:
-        steps.append((reached[at][1], at))
-        at = reached[at][1]
-    return steps[::-1]
+    return steps
 
 
 def known_way(known: Iterable[Step], base_version: int, version: int) -> list[Step] | None:
     """Return the fewest of some deltas that lead from one version to another; ``None`` if they do not."""
-    steps = tuple(step for step in known if base_version <= step[0] and step[1] <= version)
-    try:
-        # Without the deltas that each version has in the store: what is known is all there is.
-        return plan_steps(
-            range(base_version + 1, version + 1), base_version, version, Shortcuts(merged=steps, pruned=version)
-        )
-    except BrokenChain:
+    return _fewest(known, base_version, version)
+
+
+def newest_in_line(existing: Iterable[int], anchors: Iterable[int]) -> int:
+    """Return the newest version that something leads to: every version from the base, or from an anchor, on.
+
+    What lies beyond is stray: somebody's mistake, a leftover of another run, or a sign that a record was lost. Work is
+    bounded by what exists, whatever its numbers.
+    """
+    there = set(existing)
+    newest = 0
+    for start in (0, *sorted(set(anchors) & there)):
+        at = max(newest, start)
+        while at + 1 in there:
+            at += 1
+        newest = at
+    return newest
+
+
+def _missing(there: Sequence[int], first: int, last: int) -> Iterator[int]:
+    """Yield the numbers from first to last that are not there, one by one: who asks for a few pays for a few."""
+    expected = first
+    for number in (*there, last + 1):
+        yield from range(expected, number)
+        expected = number + 1
+
+
+def _fewest(steps: Iterable[Step], base_version: int, version: int) -> list[Step] | None:
+    # By version, how many deltas lead there and from where the last one comes; what leads to a start comes before it.
+    reached: dict[int, tuple[int, int]] = {base_version: (0, base_version)}
+    for start, end in sorted(steps, key=lambda step: (step[1], step[0])):
+        if start not in reached or not start < end <= version:
+            continue
+        way = (reached[start][0] + 1, start)
+        reached[end] = min(reached.get(end, way), way)
+    if version not in reached:
         return None
+    found = []
+    at = version
+    while at != base_version:
+        found.append((reached[at][1], at))
+        at = reached[at][1]
+    return found[::-1]

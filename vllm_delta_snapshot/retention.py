@@ -87,7 +87,7 @@ def plan_pruning(folder: RunFolder, policy: RetentionPolicy) -> PrunePlan:
     """
     run_id = folder.read_run().run_id
     existing, shortcuts = folder.versions(), folder.shortcuts()
-    newest = max(existing, default=0)
+    newest = folder.newest()  # or nothing is deleted: a stray record must not make all others old
     held_by: list[str] = []
     kept_anchors = _anchors_to_keep(folder, shortcuts.anchors, policy)
     left = Shortcuts(merged=shortcuts.merged, pruned=shortcuts.pruned)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import xxhash
 
-from vllm_delta_snapshot.chain import Shortcuts
+from vllm_delta_snapshot.chain import Shortcuts, newest_in_line
 from vllm_delta_snapshot.errors import (
     BrokenChain,
     CorruptFile,
@@ -75,6 +75,41 @@ class RunFolder:
             StoreUnavailable: try again.
         """
         return self._numbers(layout.VERSIONS_FOLDER)
+
+    def newest(self) -> int:
+        """Return the newest version; 0 is the base. One listing, and one more if something is out of line.
+
+        Raises:
+            BrokenChain: there are records that nothing leads to; names the first.
+            StoreUnavailable: try again.
+        """
+        newest, stray = self.newest_and_stray()
+        if stray is not None:
+            raise stray
+        return newest
+
+    def newest_and_stray(self) -> tuple[int, BrokenChain | None]:
+        """Return the newest version that something leads to, and what is wrong with the records beyond it, if any.
+
+        Raises:
+            StoreUnavailable: try again.
+        """
+        versions = self.versions()
+        newest = versions[-1] if versions else 0
+        if len(versions) == newest:  # every number from 1 on, once
+            return newest, None
+        newest = newest_in_line(versions, self._numbers(layout.ANCHORS_FOLDER))
+        beyond = [version for version in versions if version > newest]
+        if not beyond:
+            return newest, None
+        return newest, BrokenChain(
+            f"nothing leads to version {beyond[0]}, so its record is out of line",
+            file=self._where(layout.version_key(beyond[0])),
+            expected=f"version {newest + 1} next",
+            found=f"{len(beyond)} records beyond the gap",
+            hint=f"If it is stray, delete that file. If {layout.version_key(newest + 1)} was lost, restore it from a "
+            "copy (docs/operations.md).",
+        )
 
     def shortcuts(self) -> Shortcuts:
         """Return what shortens the way: anchors, merged deltas; and what was pruned. Three listings.

@@ -91,7 +91,7 @@ def upkeep(
         DeltaSnapshotError: something could not be done; what was done before stays, and doing it again goes on.
     """
     report = UpkeepReport()
-    newest, shortcuts = max(folder.versions(), default=0), folder.shortcuts()
+    newest, shortcuts = folder.newest(), folder.shortcuts()
     for step in due_merges(newest, shortcuts, policy):
         report.merged.append(compact(folder, *step))
     due = due_anchor(folder, newest, shortcuts, policy)

@@ -43,7 +43,7 @@ def main(base: Path, following: Path, rendezvous: Path, quantization: str) -> di
             "moved": len(_differing(first, second)),
             "after the update": _differing(_state(model), second),
         }
-        assert prepared._undo(model)
+        assert prepared.undo(model)
         results["after its undo"] = _differing(_state(model), first)
         reload_layers = transaction.reload_layers
 

@@ -80,7 +80,7 @@ def open_sharded(
 
     def find(_: list[JSON]) -> JSON:
         run = find_run(folder, base, base_digest, encoding)
-        newest = max(folder.versions(), default=0)
+        newest = folder.newest()
         return {"run_id": run.run_id, "policy": encoding or policy_of(run.encodings), "newest": newest}
 
     found = ranks.round(lambda: None, find)

@@ -6,8 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from vllm_delta_snapshot.cli.inspect_skyrl import describe_skyrl, describe_skyrl_sync_dir
 from vllm_delta_snapshot.cli.output import (
+    EXIT_PROBLEM,
     human_bytes,
     open_run,
     print_fields,
@@ -32,9 +35,18 @@ def run(target: str, *, as_json: bool) -> None:
     """Find out what the target is, and show it."""
     with reported(as_json=as_json):
         described = _describe(target)
+    stray = described.get("out_of_line")
     if as_json:
-        print_json({"ok": True, **described})
-        return
+        print_json({"ok": stray is None, **described})
+    else:
+        _print(described)
+    if stray is not None:
+        if not as_json:
+            typer.echo(stray, err=True)
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+def _print(described: dict[str, Any]) -> None:
     tensors, versions = described.pop("tensors", []), described.pop("versions", [])
     print_fields({name: _for_people(name, value) for name, value in described.items()})
     _print_rows(("tensor", "dtype", "shape", "changed", "density"), [_tensor_row(tensor) for tensor in tensors])
@@ -74,6 +86,7 @@ def _describe_run(sync_dir: str) -> dict[str, Any]:
     folder = open_run(sync_dir)
     info = folder.read_run()
     versions, shortcuts = folder.versions(), folder.shortcuts()
+    newest, stray = folder.newest_and_stray()
     specs = info.specs()
     return {
         "kind": "run",
@@ -88,7 +101,8 @@ def _describe_run(sync_dir: str) -> dict[str, Any]:
         "dtypes": sorted({spec.dtype for spec in specs.values()}),
         "encodings": list(info.encodings),
         "num_versions": len(versions),
-        "newest_version": max(versions, default=0),
+        "newest_version": newest,
+        "out_of_line": None if stray is None else str(stray),
         "anchors": list(shortcuts.anchors),
         "merged": [list(step) for step in shortcuts.merged],
         "pruned_up_to": shortcuts.pruned,

@@ -23,7 +23,7 @@ def run_compact(sync_dir: str, start: int | None, to: int | None, *, as_json: bo
     with reported(as_json=as_json), progress_bar("merging", as_json=as_json) as bar:
         bar.add_task("", total=None)
         folder = open_run(sync_dir)
-        newest = max(folder.versions(), default=0) if to is None else to
+        newest = folder.newest() if to is None else to
         if start is None:
             start = max((version for version in folder.shortcuts().anchors if version < newest), default=0)
         report = compact(folder, start, newest)

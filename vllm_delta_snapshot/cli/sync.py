@@ -42,7 +42,7 @@ def run(
     with reported(as_json=as_json):
         folder = open_run(sync_dir)
         run_id = folder.read_run().run_id
-        wanted = max(folder.versions(), default=0) if version is None else version
+        wanted = folder.newest() if version is None else version
         state_digest = folder.state_digest(wanted)
         fleet = DeltaSync(
             clients,

@@ -40,7 +40,7 @@ def open_run_at(target: str) -> tuple[RunFolder, int]:
     """
     sync_dir, version = split_target(target)
     folder = open_run(sync_dir)
-    return folder, max(folder.versions(), default=0) if version is None else version
+    return folder, folder.newest() if version is None else version
 
 
 def find_foreign(targets: Sequence[str]) -> ForeignChain | None:

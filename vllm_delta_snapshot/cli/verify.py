@@ -53,7 +53,7 @@ def _run(sync_dir: str, base: Path | None, *, is_deep: bool, scratch: Path | Non
 
         if is_deep:
             command = f"delta-snapshot verify --deep {shlex.quote(sync_dir)}"
-            newest = max(folder.versions(), default=0)
+            newest = folder.newest()
             checkpoint = base_or_anchor(folder, newest, base, command=command, as_json=as_json)
             found = verify_deep(folder, checkpoint, scratch=scratch, progress=progress)
         elif base is not None or scratch is not None:

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol
 
@@ -160,6 +159,7 @@ class Follower:
         self._acknowledger: Acknowledger | None = None
         self._updated_at = float("-inf")
         self._staging_since: float | None = None
+        self._stray: str | None = None  # what was said of records that are out of line
         self._digest: tuple[int, str] | None = None  # of the version that was asked for last
         self._wait_s = config.poll_interval_s
         self._stage: Stage = "look"
@@ -210,10 +210,12 @@ class Follower:
             self._set(run_id=run_id)
             if self._sampler is not None:
                 self._acknowledger = Acknowledger(self._folder.store, run_id, self._sampler)
-        versions = self._folder.versions()
-        newest = max(versions, default=0)
+        newest, stray = self._folder.newest_and_stray()
+        if stray is not None and str(stray) != self._stray:
+            logger.warning("following up to version=%d: %s", newest, stray)
+        self._stray = None if stray is None else str(stray)
         if newest != self.state.newest or self.state.chain_length is None:
-            self._set(chain_length=self._chain_length(versions))
+            self._set(chain_length=self._chain_length(newest))
         self._set(newest=newest)
         answer = self._client.request("GET", "/weight_info", timeout_s=self.config.ask_timeout_s)
         applied = self.state.applied
@@ -225,11 +227,10 @@ class Follower:
             self._set(has_caught_up=True)
         self._set(looked_at=time.monotonic())
 
-    def _chain_length(self, versions: Sequence[int]) -> int | None:
+    def _chain_length(self, newest: int) -> int | None:
         """Return how many deltas lead to the newest version from the newest anchor, or else from the base."""
         with contextlib.suppress(StoreError):  # it is only told; the next look finds out
-            shortcuts = self._folder.shortcuts()
-            newest = max(versions, default=0)
+            versions, shortcuts = self._folder.versions(), self._folder.shortcuts()
             for start in (*(version for version in reversed(shortcuts.anchors) if version <= newest), 0):
                 with contextlib.suppress(BrokenChain):
                     return len(plan_steps(versions, start, newest, shortcuts))

@@ -132,7 +132,8 @@ class Stager:
     def _version_of(self, checkpoint: Checkpoint, base_digest: str) -> int:
         if checkpoint.state_digest == base_digest:
             return 0
-        for version in reversed(self._folder.versions()):
+        newest, _ = self._folder.newest_and_stray()
+        for version in reversed([version for version in self._folder.versions() if version <= newest]):
             if self._folder.read_version(version).state_digest == checkpoint.state_digest:
                 return version
         raise BaseMismatch(

@@ -67,7 +67,7 @@ def store_checks(sync_dir: str) -> Iterator[Check]:
     is_there = True
     try:
         run_id = folder.read_run().run_id
-        yield Check("run", True, f"{run_id}, newest version {max(folder.versions(), default=0)}")
+        yield Check("run", True, f"{run_id}, newest version {folder.newest()}")
     except ObjectNotFound as error:
         # A trainer makes run.json when it starts. Until then the store itself can be looked at.
         is_there = _is_store_there(folder.store)
