@@ -266,9 +266,13 @@ class Soak:
             raise AssertionError("weights were changed and the comparison did not see it")
         self.counts.controls += 1
         trainer = self._trainers[self._run]
+        drifted = self._server.client.weight_version()
         trainer.ask(1)
         trainer.answer()
         self.counts.versions[self._run] += 1
+        deadline = time.monotonic() + SERVED_TIMEOUT_S
+        while self._server.client.weight_version() == drifted and time.monotonic() < deadline:
+            time.sleep(0.05)  # polling: until the repair, the weights are those of no version, as was wanted
         self._wait_served(self._run, "weights changed by something else")
 
     def _command(self, *words: str) -> None:

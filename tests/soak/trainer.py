@@ -35,7 +35,7 @@ def _by_data(_: torch.nn.Module, weight: torch.nn.Parameter, rng: random.Random)
 
 
 def _by_numpy(_: torch.nn.Module, weight: torch.nn.Parameter, rng: random.Random) -> None:
-    bits = weight.detach().view(torch.int16).numpy().reshape(-1)
+    bits = weight.detach().view(torch.uint16).numpy().reshape(-1)
     bits[rng.randrange(bits.size)] ^= 1 << rng.randrange(16)  # a sign, an exponent, a NaN: any bit is a bit
 
 

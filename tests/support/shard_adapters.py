@@ -80,7 +80,7 @@ class Served:
     def __init__(self) -> None:
         self.versions: list[int] = []
 
-    def sync(self, version: int, *, run_id: str | None = None) -> Any:
+    def sync(self, version: int, *, run_id: str | None = None, state_digest: str | None = None) -> Any:
         """Note the version."""
         self.versions.append(version)
         return SimpleNamespace(check=lambda: None)

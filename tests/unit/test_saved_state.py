@@ -11,6 +11,8 @@ from tests.support.checkpoints import snapshot_of
 from tests.support.runs import TinyRun, assert_same_state, copy_of, edit_record, make_run, replay
 from trainer_hooks import DeltaPublisher
 from trainer_hooks.saved_state import SavedState
+from vllm_delta_snapshot.anchor import write_anchor
+from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import BrokenChain, RunMismatch, VersionConflict
 
 
@@ -80,6 +82,7 @@ def test_run_that_was_moved_is_resumed(run: TinyRun):
 
 
 def test_version_that_is_no_longer_kept_is_not_missed(run: TinyRun):
+    write_anchor(run.folder, Checkpoint(run.base), 3)
     (run.sync_dir / "versions" / "00000002.json").unlink()
     state = run.publisher.state_dict() | {"version": 2}
     SavedState.of(state).check(run.folder)
