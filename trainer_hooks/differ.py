@@ -17,7 +17,10 @@ from trainer_hooks.diff import PIECE_ELEMENTS, Piece, TensorDiff, difference, jo
 from trainer_hooks.fit import check_names
 from trainer_hooks.overlap import refuse_lent
 from trainer_hooks.source import ParameterSource, all_exist, refuse_unreadable
+from trainer_hooks.tie_guard import TieGuard, check_moves
+from trainer_hooks.unsourced import Unsourced, refuse_sourced
 from vllm_delta_snapshot.errors import SourceError
+from vllm_delta_snapshot.format.digest import tensor_digest
 from vllm_delta_snapshot.ordered import JOIN, Join, ordered_map
 from vllm_delta_snapshot.types import TensorSpec
 
@@ -41,6 +44,7 @@ class Differ:
         known: the fingerprints of the last publication. One that turns out to be wrong is taken out.
         device_diff: where to compare what lies on an accelerator; by default as ``auto``.
         turns: which pieces are audited; by default none.
+        unsourced: what becomes of tensors that the source has not; by default it has all.
 
     Attributes:
         fingerprints: those of this pass, once it is at its end.
@@ -57,6 +61,7 @@ class Differ:
         known: Fingerprints,
         device_diff: DeviceDiff | None = None,
         turns: Turns | None = None,
+        unsourced: Unsourced | None = None,
     ) -> None:
         self._source = source
         self._specs = specs
@@ -65,6 +70,7 @@ class Differ:
         self._known = known
         self._device_diff = device_diff or _DEVICE_DIFF
         self._turns = turns
+        self._unsourced = unsourced or Unsourced()
         self._believed: dict[str, tuple[str, ...]] = {}  # tensors that are said to be unchanged, and their items
         self.fingerprints: Fingerprints = {}
         self.changed_tensors = 0
@@ -77,51 +83,66 @@ class Differ:
             pool: threads to compare on; ``None`` for the caller's.
 
         Raises:
-            SourceError: a tensor is missing, doubled, unknown or does not fit. What was yielded must not be published.
+            SourceError: a tensor is missing, doubled, unknown or does not fit, or tied ones have become different. What
+                was yielded must not be published.
             VerifyError: an audited piece is not what was found, or has changed although that was ruled out. The same.
         """
         started = time.monotonic()
+        guard = TieGuard(self._unsourced.tie)
         is_audited = None if self._turns is None else self._turns.is_due
         for diff in diff_pieces(self._pieces(), pool, device_diff=self._device_diff, is_audited=is_audited):
             if diff.spec.name in self._believed:
                 self._known.pop(self._believed[diff.spec.name], None)
                 raise unseen(diff.spec.name)
+            guard.see(diff)
             self.changed_tensors += 1
             self.seconds += time.monotonic() - started
             yield diff
             started = time.monotonic()
+        check_moves(self._unsourced.tie, [guard.moves])
         self.seconds += time.monotonic() - started
 
     def digests(self, pool: ThreadPoolExecutor | None) -> Iterator[Digests]:
         """Yield the digests of all pieces, of the weights and of what was published; nothing is skipped.
 
+        What the source has not counts as it was published, since nothing else can be said of it.
+
         Raises:
             SourceError: see `diffs`.
         """
         self._known = {}
-        return digest_pieces(self._pieces(), pool, self._device_diff)
+        yield from digest_pieces(self._pieces(), pool, self._device_diff)
+        for name in self._unsourced.kept:
+            digest = tensor_digest(self._specs[name], bits := self._baseline.bits(name))
+            yield Digests(Piece(self._specs[name], 0, bits, torch.empty(0), is_last=True), digest, digest)
 
     def _pieces(self) -> Iterator[Piece | Join]:
-        seen: list[str] = []
+        seen: list[str] = list(self._unsourced.kept)
+        copies = self._unsourced.copies
         apart: list[tuple[str, torch.Tensor]] = []
         for item in self._source.items(self._specs):
             if item.fingerprint is not None:
+                names = [*item.names, *(copies[name] for name in item.names if name in copies)]
                 self.fingerprints[item.names] = item.fingerprint
                 if self._known.get(item.names) == item.fingerprint:
-                    if not self._is_any_due(item.names):
-                        seen.extend(item.names)
+                    if not self._is_any_due(names):
+                        seen.extend(names)
                         continue
-                    self._believed |= dict.fromkeys(item.names, item.names)
+                    self._believed |= dict.fromkeys(names, item.names)
             pairs = item.load()
             for name, tensor in pairs:
                 seen.append(name)
                 if item.is_apart:
                     apart.append((name, tensor))
                 yield from self._pieces_of(name, tensor)
+                if name in copies:
+                    seen.append(copies[name])
+                    yield from self._pieces_of(copies[name], tensor)
                 if not (item.stays or all_exist(pairs)):
                     yield JOIN
             if not item.stays:
                 yield JOIN
+        refuse_sourced(seen, self._unsourced)
         check_names(seen, self._specs, self._base_model)
         refuse_lent(apart, self._baseline.bits)
 

@@ -1,35 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit: whether what a trainer has is what the base checkpoint has. Names, shapes and dtypes; no weight is read."""
+"""Fit: whether what a trainer has is what the base checkpoint has. By names, shapes and dtypes.
+
+No weight is read, but for those that the base says to be tied.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 import torch
 
 from trainer_hooks.diff import check_dtype
 from trainer_hooks.source import SourceItem
+from trainer_hooks.unsourced import Unsourced, find_unsourced, stranger_of
+from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["check_fit", "check_names", "misfit_of"]
 
 _LISTED: Final = 8
+_HINT: Final = "Publish by checkpoint names: every tensor of the base, each once."
 
 
-def check_fit(items: Iterable[SourceItem], specs: Mapping[str, TensorSpec], base_model: str) -> None:
+def check_fit(
+    items: Iterable[SourceItem], base: Checkpoint, base_model: str, patterns: Collection[str] = ()
+) -> Unsourced:
     """Check that a source has every tensor of the base checkpoint, once, and where it tells their forms, as they are.
 
     Args:
         items: a pass over the source; nothing of it is loaded.
-        specs: the tensors of the base checkpoint.
-        base_model: where that is, for messages.
+        base: the base checkpoint.
+        base_model: what the user calls it, for messages.
+        patterns: which tensors it need not have (`trainer_hooks.unsourced`).
+
+    Returns:
+        What becomes of those that it has not.
 
     Raises:
         SourceError: it has not; names the tensors.
     """
+    specs = base.specs
     seen: list[str] = []
     misfits: list[str] = []
     for item in items:
@@ -37,7 +50,13 @@ def check_fit(items: Iterable[SourceItem], specs: Mapping[str, TensorSpec], base
         for name, (shape, dtype) in zip(item.names, item.forms, strict=bool(item.forms)):
             if name in specs and (misfit := misfit_of(specs[name], shape, dtype)):
                 misfits.append(misfit)
-    _refuse([*_misnamed(seen, specs), *misfits], base_model)
+    counts = Counter(seen)
+    unsourced = find_unsourced(counts.keys() & specs.keys(), base, patterns)
+    others = [stranger_of(name, base) for name in counts if name not in specs]
+    others += [*_doubled(counts), *misfits]
+    # Where names do not fit at all, it is not that tensors need not be there.
+    _refuse([*unsourced.refused, *others], base_model, hint=_HINT if others else unsourced.hint)
+    return unsourced
 
 
 def check_names(seen: Iterable[str], specs: Mapping[str, TensorSpec], base_model: str) -> None:
@@ -46,7 +65,10 @@ def check_names(seen: Iterable[str], specs: Mapping[str, TensorSpec], base_model
     Raises:
         SourceError: it had not; names the tensors.
     """
-    _refuse(_misnamed(seen, specs), base_model)
+    counts = Counter(seen)
+    problems = [f"{name} is missing" for name in specs if name not in counts]
+    problems += [f"{name} is not in the base checkpoint" for name in counts if name not in specs]
+    _refuse([*problems, *_doubled(counts)], base_model)
 
 
 def misfit_of(spec: TensorSpec, shape: tuple[int, ...] | None, dtype: torch.dtype) -> str | None:
@@ -66,19 +88,16 @@ def misfit_of(spec: TensorSpec, shape: tuple[int, ...] | None, dtype: torch.dtyp
     return None
 
 
-def _misnamed(seen: Iterable[str], specs: Mapping[str, TensorSpec]) -> list[str]:
-    counts = Counter(seen)
-    problems = [f"{name} is missing" for name in specs if name not in counts]
-    problems += [f"{name} is not in the base checkpoint" for name in counts if name not in specs]
-    return problems + [f"{name} comes {count} times" for name, count in counts.items() if count > 1]
+def _doubled(counts: Mapping[str, int]) -> list[str]:
+    return [f"{name} comes {count} times" for name, count in counts.items() if count > 1]
 
 
-def _refuse(problems: list[str], base_model: str) -> None:
+def _refuse(problems: list[str], base_model: str, hint: str = _HINT) -> None:
     if problems:
         more = f" and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
         raise SourceError(
             "the tensors are not those of the base checkpoint",
             file=base_model,
             found="; ".join(problems[:_LISTED]) + more,
-            hint="Publish by checkpoint names: every tensor of the base, each once.",
+            hint=hint,
         )

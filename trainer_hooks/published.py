@@ -22,6 +22,7 @@ from trainer_hooks.kept import KeptChanges
 from trainer_hooks.publish import commit, is_committed
 from trainer_hooks.resume import PublishedState
 from trainer_hooks.source import ParameterSource
+from trainer_hooks.unsourced import Unsourced
 from vllm_delta_snapshot.delta_folder import Lineage
 from vllm_delta_snapshot.format.version import VersionRecord
 from vllm_delta_snapshot.store import Store
@@ -63,13 +64,15 @@ class Published:
 
     Args:
         state: what `open_run` found.
+        unsourced: what becomes of tensors that the source has not; by default it has all.
 
     Attributes:
         head: the newest version; replaced as a whole, so any thread may look at it.
         baseline: the weights there.
     """
 
-    def __init__(self, state: PublishedState) -> None:
+    def __init__(self, state: PublishedState, unsourced: Unsourced | None = None) -> None:
+        self._unsourced = unsourced
         self._start_from(state)
 
     def _start_from(self, state: PublishedState) -> None:
@@ -85,7 +88,7 @@ class Published:
         """Return a pass that compares a source with what is published, and audits its turn of that."""
         specs = self.baseline.specs
         turns = Turns.of(audit_every, self.head.version + 1, specs.values())
-        return Differ(source, specs, self.baseline, base_model, self._fingerprints, device_diff, turns)
+        return Differ(source, specs, self.baseline, base_model, self._fingerprints, device_diff, turns, self._unsourced)
 
     def forget(self) -> None:
         """Have the next pass believe no fingerprint."""

@@ -25,6 +25,7 @@ from trainer_hooks.publication import Fleet, Publication, PublishReport, R
 from trainer_hooks.published import Head, Published
 from trainer_hooks.resume import PublishedState, open_run, policy_of
 from trainer_hooks.source import source_of
+from trainer_hooks.unsourced import check_patterns, settle
 from trainer_hooks.upkeep import SideUpkeep
 from trainer_hooks.whole_writing import WholeWriting
 from trainer_hooks.writing import WritingRules, default_buffer_bytes
@@ -55,6 +56,9 @@ class DeltaPublisher(BasePublisher):
         base: the checkpoint that trainer and engines start from, a local folder with safetensors files.
         names: checkpoint names of a module's parameters, where they are not those that transformers would give: a
             mapping from parameter names, or a function (`trainer_hooks.names.Names`, docs/trainers.md).
+        unsourced: patterns of tensors of the base that the source need not have, such as ``["model.mtp.*"]``: what it
+            has not of these stays as it is in the base, in every version, and is named in the log once. What it has is
+            published, whatever was named (docs/trainers.md, "Tensors that the trainer does not have").
         skip_frozen: do not read a module's parameters that require no gradient while torch's version counters say that
             nobody wrote them. Saves time and can publish wrong weights: writes through ``.data`` and numpy are missed
             (docs/publishing.md, "What is compared"). By default everything is compared, always.
@@ -103,6 +107,7 @@ class DeltaPublisher(BasePublisher):
         sync_dir: str,
         base: str | Path,
         names: Names | None = None,
+        unsourced: Iterable[str] = (),
         skip_frozen: bool = False,
         audit_every: int | None = None,
         encoding: str | None = None,
@@ -120,6 +125,7 @@ class DeltaPublisher(BasePublisher):
     ) -> None:
         conduct = Conduct(asynchronous, when_busy, drain_timeout_s)
         check_turns(audit_every)
+        patterns = check_patterns(unsourced)
         self._audit_every = audit_every
         self._device_diff = DeviceDiff(diff_on)
         self._source = source_of(model_or_source, names, skip_frozen=skip_frozen)
@@ -127,7 +133,7 @@ class DeltaPublisher(BasePublisher):
         super().__init__(store, conduct, SideUpkeep.of(upkeep, str(sync_dir), str(base), single_writer=single_writer))
         self._base_model = str(base)
         checkpoint = Checkpoint(base)
-        check_fit(self._source.items(checkpoint.specs), checkpoint.specs, self._base_model)
+        lacks = check_fit(self._source.items(checkpoint.specs), checkpoint, self._base_model, patterns)
         if resume_from is not None:
             self.load_state_dict(resume_from)
         state = open_run(RunFolder(self._store), checkpoint, encoding, self._device_diff.host_memory())
@@ -144,7 +150,8 @@ class DeltaPublisher(BasePublisher):
             on_commit=() if self._upkeep is None else (self._upkeep.after,),
             observers=tuple(observers),
         )
-        self._published = Published(state)
+        lacks = settle(lacks, state.version, state.baseline.bits, checkpoint, self._store.uri)
+        self._published = Published(state, lacks)
         if (kernel := load_kernel()) is not None:
             kernel.warm_up(checkpoint.specs.values())
         logger.info(

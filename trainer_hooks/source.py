@@ -107,7 +107,7 @@ class ModuleSource:
         strangers: list[tuple[str, Hashable]] = []
         for name, tensor in module.state_dict(keep_vars=True).items():
             refuse_unreadable(name, tensor)
-            identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            identity = _identity(tensor)
             unknown: list[str] = []
             for part in self._names.parts(module, name, tensor):
                 new = [key for key in part.forms if key not in specs]
@@ -156,12 +156,19 @@ class IterableSource:
         self._pairs = pairs
 
     def items(self, specs: Mapping[str, TensorSpec]) -> Iterator[SourceItem]:
-        """See `ParameterSource.items`. Names are taken as they are."""
-        del specs
+        """See `ParameterSource.items`. Names are taken as they are.
+
+        Of a dict, a list or a tuple, a tensor that the base has under another name only, as tied weights are in
+        ``model.state_dict()``, is left out.
+        """
         given = self._pairs() if callable(self._pairs) and not isinstance(self._pairs, Mapping) else self._pairs
         stays = all_exist(given)
-        for name, tensor in given.items() if isinstance(given, Mapping) else given:
+        pairs = given.items() if isinstance(given, Mapping) else given
+        known = {_identity(tensor) for name, tensor in pairs if name in specs} if stays else set()
+        for name, tensor in pairs:
             refuse_unreadable(name, tensor)
+            if name not in specs and tensor.numel() and _identity(tensor) in known:
+                continue
             yield SourceItem((name,), _constant(name, tensor), stays=stays, is_apart=stays)
 
 
@@ -226,6 +233,13 @@ def unwrap(module: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return module
         module = inner
+
+
+def _identity(tensor: object) -> Hashable:
+    """Return what is equal for tensors that are the same elements of one memory; ``None`` where that is not known."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return None
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _missing(specs: Mapping[str, TensorSpec], yielded: set[str]) -> str:

@@ -26,6 +26,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.shard_behind import ENDS, SCENES, ended, fault_behind
 from tests.support.shard_faults import DEATHS, FAULTS, fault, resumed
 from tests.support.shard_memory import measured
+from tests.support.shard_unsourced import LACKING
 from tests.support.shards import CASES, Story, experts, served
 from trainer_hooks import ShardedPublisher
 from vllm_delta_snapshot.anchor import write_anchor
@@ -175,8 +176,9 @@ def faults(work: Path) -> dict[str, Any]:
         folders |= {f"{name} {way}": folder for name, folder in into.items() if name != "another trainer"}
     folders[ANCHORED] = anchored(folders["an upload that fails behind"], work / ANCHORED.replace(" ", "-"))
     [after, _] = ranks(2, _group(work), lambda _: {name: resumed(folder, 4) for name, folder in folders.items()})
-    scenes = {name: work / name.replace(" ", "-") for name in SCENES}
-    of_ranks = ranks(3, _group(work), lambda _: {name: scene(scenes[name]) for name, scene in SCENES.items()})
+    scenes = {name: work / name.replace(" ", "-") for name in (*SCENES, *LACKING)}
+    plays = SCENES | LACKING
+    of_ranks = ranks(3, _group(work), lambda _: {name: scene(scenes[name]) for name, scene in plays.items()})
     ends = {how: ranks(2, _group(work), lambda _, how=how: ended(work / f"ended-{how}", how)) for how in ENDS}
     return {"seen": played, "resumed": after, "scenes": of_ranks, "ends": ends}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -18,6 +19,7 @@ from tests.support.shard_behind import ENDS
 from tests.support.shard_faults import DEATHS, FAULTS, Rows
 from tests.support.shard_memory import SHARD_BYTES
 from tests.support.shard_ranks import ANCHORED, COPIED, EXPERTS
+from tests.support.shard_unsourced import DRAFT, EMBED, HEAD
 from tests.support.shards import CASES, Story
 from tests.support.tensors import bits_of
 from trainer_hooks import DeltaPublisher
@@ -34,6 +36,7 @@ NAMES = (*CASES, EXPERTS)
 WAYS = ("at once", "behind")
 AT_ONCE = ("an exporter that raises", "a box of another shape")
 """Faults of the comparison, which is never left to later."""
+LACKS = ("a model that lacks", "embed.weight", "head.weight")
 COMMITTED = ("a commit whose answer is lost", "a baseline that stops half-way")
 SURVIVED = tuple(name for name in FAULTS if name != "another trainer")
 
@@ -235,6 +238,38 @@ def test_a_process_group_can_be_destroyed_beside_a_publisher(played: Played, how
     for seen in played.seen["faults"]["ends"][how]:
         assert seen["seconds"] < 20
     assert played.run(f"ended {how}").versions() in ([[1]] if how == "closed" else [[1], []])
+
+
+@pytest.mark.parametrize(("name", "embed", "head"), [("rows that lack", EMBED, HEAD), LACKS])
+def test_tensors_that_no_rank_has_are_kept_and_tied_ones_follow(played: Played, name: str, embed: str, head: str):
+    ranks = scenes(played, name)
+    base, run = played.base(name), played.run(name)
+    for number, seen in enumerate(ranks):
+        kind, said = seen["refusal"]
+        assert kind == "SourceError"
+        assert 'unsourced=["mtp.*"]' in said, f"rank {number}"
+        assert sum(seen["audits"]) == sum(ranks[0]["audits"])
+    assert ranks[0]["audits"][-1] >= base.total_elements
+    newest = run.newest()
+    materialize(run, base, newest, played.work / f"made {name}")
+    made = Checkpoint(played.work / f"made {name}")
+    assert made.bits(embed).view(np.int16).tolist() == made.bits(head).view(np.int16).tolist() == ranks[0]["embed"]
+    drafts = {draft: made.bits(draft) for draft in DRAFT}
+    changed = {draft for draft, bits in drafts.items() if not np.array_equal(bits, base.bits(draft))}
+    assert changed == ({"mtp.3.weight"} if name == "rows that lack" else set())
+    assert verify_run(run).problems == []
+
+
+def test_ranks_share_what_is_kept_and_refuse_together_what_would_be_wrong(played: Played):
+    ranks = scenes(played, "rows that lack")
+    base = played.base("rows that lack")
+    held = [seen["held"][0] for seen in ranks]
+    assert sum(held) == base.total_elements
+    assert max(held) < base.total_elements / 2
+    assert {seen["untied"][0] for seen in ranks} == {seen["trained"][0] for seen in ranks} == {"SourceError"}
+    assert all("tied weights have become different" in seen["untied"][1] for seen in ranks)
+    assert all("not as they are in the base checkpoint" in seen["trained"][1] for seen in ranks)
+    assert all("tensor mtp.3.weight" in seen["trained"][1] for seen in ranks)
 
 
 def scenes(played: Played, name: str) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from trainer_hooks.sharded.plan import NamePlan
 from trainer_hooks.sharded.publisher import shard_source_of
 from trainer_hooks.sharded.runs import Runs
 from trainer_hooks.sharded.source import PartialSource, PartialTensor, Segment, Shard, ShardPlan
+from trainer_hooks.unsourced import Unsourced
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.types import TensorSpec
@@ -36,9 +37,13 @@ def plan(*shards: Shard, misfits: tuple[str, ...] = ()) -> ShardPlan:
     return ShardPlan(shards, frozenset(shard.key for shard in shards), misfits)
 
 
+def lacking(known: set[str]) -> Unsourced:
+    return Unsourced(refused=tuple(f"{name} is missing" for name in SPECS if name not in known))
+
+
 def refused(*plans: ShardPlan) -> SourceError:
     with pytest.raises(SourceError) as caught:
-        assign([claims(one, SPECS) for one in plans], SPECS, "/models/base")
+        assign([claims(one, SPECS) for one in plans], SPECS, "/models/base", lacking)
     assert caught.value.file == "/models/base"
     assert "every tensor of the base, each element from one rank" in str(caught.value.hint)
     return caught.value
@@ -72,7 +77,7 @@ def test_ranks_with_different_base_checkpoints_are_told():
     whole = plan(shard("a", 0, 12), shard("b", 0, 5))
     other = SPECS | {"b": TensorSpec("b", (5,), "F32")}
     with pytest.raises(SourceError, match="the ranks were given different base checkpoints") as caught:
-        assign([claims(whole, SPECS), claims(whole, other)], SPECS, "/models/base")
+        assign([claims(whole, SPECS), claims(whole, other)], SPECS, "/models/base", lacking)
     assert caught.value.file == "/models/base"
 
 

@@ -10,7 +10,8 @@ SkyRL 0.3 had a sender interface of its own; there is no adapter for it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from skyrl.backends.skyrl_train import weight_sync
 from skyrl.backends.skyrl_train.weight_sync.weight_senders import SkyrlTrainerCapabilities
@@ -33,6 +34,8 @@ _SKYRL_NAME = "delta"
 class SkyrlDeltaSnapshotEngine(SkyrlTrainerCapabilities, DeltaSnapshotTrainerEngine):
     """Our trainer engine, as SkyRL's workers use one."""
 
+    publisher: ClassVar[Mapping[str, Any]] = {}
+
     # SkyRL must not reset the prefix cache beside it: that belongs inside the pause.
     skyrl_handles_prefix_cache_reset = True
 
@@ -40,7 +43,10 @@ class SkyrlDeltaSnapshotEngine(SkyrlTrainerCapabilities, DeltaSnapshotTrainerEng
     def translate(cls, init_info: Any) -> DeltaSnapshotTrainerInitInfo:
         """Return SkyRL's `DeltaTrainerInitInfo` as ours. Its local folders and loaders are not needed."""
         return DeltaSnapshotTrainerInitInfo(
-            sync_dir=init_info.sync_dir, base=init_info.base_model_path, rank=init_info.rank
+            sync_dir=init_info.sync_dir,
+            base=init_info.base_model_path,
+            rank=init_info.rank,
+            publisher=dict(cls.publisher),
         )
 
     def skyrl_set_reset_prefix_cache(self, reset: bool) -> None:
@@ -60,8 +66,13 @@ class SkyrlDeltaSnapshotEngine(SkyrlTrainerCapabilities, DeltaSnapshotTrainerEng
         super().send_weights()
 
 
-def use_delta_snapshot() -> None:
-    """Have this process's SkyRL use the `delta_snapshot` backend where it is told to use "delta". May be repeated."""
+def use_delta_snapshot(**publisher: Any) -> None:
+    """Have this process's SkyRL use the `delta_snapshot` backend where it is told to use "delta". May be repeated.
+
+    Args:
+        publisher: further arguments of `DeltaPublisher`, such as `unsourced`; SkyRL's configuration has none for them.
+    """
+    SkyrlDeltaSnapshotEngine.publisher = publisher
     load_general_plugins()  # the driver checks that vLLM knows the servers' backend
     weight_sync._VLLM_RECEIVE_BACKENDS[_SKYRL_NAME] = BACKEND
     register(_SKYRL_NAME, SkyrlDeltaSnapshotEngine)

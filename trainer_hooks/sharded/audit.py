@@ -8,7 +8,7 @@ their owner has.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -38,6 +38,7 @@ class ShardAudit:
         baseline: what was published of those that it owns.
         owned: which these are.
         specs: the tensors of the run.
+        kept: of those that it owns, the numbers of those that the source has not; they count as they were published.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class ShardAudit:
         owned: Mapping[int, Shard],
         baseline: ShardBaseline,
         specs: Mapping[str, TensorSpec],
+        kept: Collection[int] = (),
     ) -> None:
         self._source = source
         self._shards = shards
         self._owned = owned
         self._baseline = baseline
         self._specs = specs
+        self._kept = frozenset(kept)
         self._numbers: deque[int] = deque()  # of the shards whose pieces are under way
 
     def run(self, pool: ThreadPoolExecutor | None, device_diff: DeviceDiff) -> JSON:
@@ -72,6 +75,11 @@ class ShardAudit:
                 current, published = add_digests(current, of.current), add_digests(published, of.published)
                 if of.current != of.published:
                     wrong[of.piece.spec.name] = None
+        for number in self._kept:
+            for of_kept in self._baseline.of(number):
+                digest = of_kept.digest()
+                current, published = add_digests(current, digest), add_digests(published, digest)
+                elements += of_kept.bits.size
         copies = [[of.key, of.runs.identity, digest] for of, digest in zip(self._shards, held, strict=True)]
         return {
             "current": current,
@@ -82,8 +90,8 @@ class ShardAudit:
         }
 
     def _pieces(self) -> Iterator[Piece | Join]:
-        missing = set(range(len(self._shards)))
-        for read in self._source.read(range(len(self._shards))):
+        missing = set(range(len(self._shards))) - self._kept
+        for read in self._source.read(tuple(missing)):
             if read.number not in missing:
                 raise SourceError("a shard comes twice", tensor=self._shards[read.number].key)
             missing.remove(read.number)

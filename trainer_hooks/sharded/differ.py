@@ -19,8 +19,10 @@ from trainer_hooks.differ import diff_pieces
 from trainer_hooks.sharded.baseline import HeldSegment, ShardBaseline
 from trainer_hooks.sharded.source import Shard, ShardSource
 from trainer_hooks.source import refuse_unreadable
+from trainer_hooks.tie_guard import TieGuard
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.ordered import JOIN, Join
+from vllm_delta_snapshot.tied import Tie
 
 __all__ = ["ShardDiffer", "ShardFingerprints", "pieces_of"]
 
@@ -33,14 +35,16 @@ class ShardDiffer:
 
     Args:
         source: the weights.
-        owned: the shards that this rank publishes, by number.
+        owned: the shards that this rank publishes, by number; not those that it only keeps.
         baseline: what was published of them.
         known: the fingerprints of the last publication. One that turns out to be wrong is taken out.
         device_diff: where to compare what lies on an accelerator; by default as ``auto``.
         turns: which pieces are audited; by default none.
+        tie: tied weights that must stay equal.
 
     Attributes:
         fingerprints: those of this pass, once it is at its end.
+        guard: what was seen of tied weights, in this rank's shards.
         seconds: how long the consumer of `diffs` waited for it.
     """
 
@@ -52,6 +56,7 @@ class ShardDiffer:
         known: ShardFingerprints,
         device_diff: DeviceDiff | None = None,
         turns: Turns | None = None,
+        tie: Tie | None = None,
     ) -> None:
         self._source = source
         self._owned = owned
@@ -61,6 +66,7 @@ class ShardDiffer:
         self._turns = turns
         self._believed: dict[str, int] = {}  # tensors that are said to be unchanged, and a shard of each
         self.fingerprints: ShardFingerprints = {}
+        self.guard = TieGuard(tie)
         self.seconds = 0.0
 
     def diffs(self, pool: ThreadPoolExecutor | None) -> Iterator[TensorDiff]:
@@ -79,6 +85,7 @@ class ShardDiffer:
             if diff.spec.name in self._believed:
                 self._known.pop(self._believed[diff.spec.name], None)
                 raise unseen(diff.spec.name)
+            self.guard.see(diff)
             self.seconds += time.monotonic() - started
             yield diff
             started = time.monotonic()

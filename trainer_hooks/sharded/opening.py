@@ -8,15 +8,26 @@ may continue what any other number began: each rebuilds its own elements from th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 
 from trainer_hooks.pinned import HostMemory
 from trainer_hooks.resume import find_run, policy_of
 from trainer_hooks.sharded.baseline import ShardBaseline
-from trainer_hooks.sharded.owners import assign, claims, cover_of, details_of, explain, is_covered, share_digest
+from trainer_hooks.sharded.owners import (
+    assign,
+    claims,
+    cover_of,
+    details_of,
+    explain,
+    is_covered,
+    share_digest,
+    twin_digests,
+)
 from trainer_hooks.sharded.ranks import JSON, Ranks
-from trainer_hooks.sharded.source import Shard, ShardSource
+from trainer_hooks.sharded.source import Shard, ShardSource, completed
+from trainer_hooks.unsourced import Unsourced, check_kept, find_unsourced, unguarded
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import BrokenChain, VerifyError
 from vllm_delta_snapshot.format.digest import add_digests, format_digest
@@ -36,8 +47,10 @@ class Opened:
         version: the run's newest version.
         state_digest: the state digest there.
         shards: all that this rank holds, by their numbers in its plan.
-        owned: those that it publishes.
+        owned: those that it publishes, or keeps.
+        kept: of these, those that it keeps: the source has them not.
         baseline: their elements at that version.
+        unsourced: what becomes of all tensors that no source has.
     """
 
     run_id: str
@@ -46,7 +59,9 @@ class Opened:
     state_digest: str
     shards: Sequence[Shard]
     owned: Mapping[int, Shard]
+    kept: frozenset[int]
     baseline: ShardBaseline
+    unsourced: Unsourced
 
 
 def open_sharded(
@@ -55,11 +70,19 @@ def open_sharded(
     base: Checkpoint,
     folder: RunFolder,
     encoding: str | None,
+    patterns: Collection[str] = (),
     memory: HostMemory | None = None,
 ) -> Opened:
     """Start a run, or continue one. Collective; blocks; reads the base and every delta, a part on each rank.
 
-    `memory` is where the baseline will lie; by default plain memory.
+    Args:
+        ranks: who they are.
+        source: this rank's weights.
+        base: the base checkpoint.
+        folder: where the run is or will be.
+        encoding: what the user gave.
+        patterns: which tensors no source need have (`trainer_hooks.unsourced`); rank 0's count.
+        memory: where the baseline will lie; by default plain memory.
 
     Raises:
         SourceError: the shards are not the base checkpoint.
@@ -73,9 +96,17 @@ def open_sharded(
         plan = source.plan(base.specs)
         return claims(plan, base.specs)
 
-    numbers = ranks.round(planned, lambda claimed: assign(claimed, base.specs, str(base.folder)))
+    def decide(claimed: list[JSON]) -> JSON:
+        find = partial(find_unsourced, base=base, patterns=patterns)
+        shares, lacks = assign(claimed, base.specs, str(base.folder), find)
+        return [asdict(of) | {"unsourced": asdict(lacks)} for of in shares]
+
+    share = ranks.round(planned, decide)
     assert plan is not None  # noqa: S101 - or the round had failed
-    owned = {number: plan.shards[number] for number in numbers}
+    lacks = Unsourced.of(share["unsourced"])
+    kept = frozenset(range(len(plan.shards), len(plan.shards) + len(share["kept"])))
+    plan = completed(plan, lacks.copies, [base.specs[name] for name in share["kept"]])
+    owned = {number: plan.shards[number] for number in (*share["numbers"], *sorted(kept))}
     baseline, base_digest = _read_base(ranks, base, owned, memory)
 
     def find(_: list[JSON]) -> JSON:
@@ -89,11 +120,18 @@ def open_sharded(
     def replay() -> JSON:
         if newest:
             bring(baseline, folder, base, newest)
-            return {"digest": baseline.digest(), "state_digest": folder.read_version(newest).state_digest}
-        return {"digest": baseline.digest(), "state_digest": folder.read_run().base.state_digest}
+            held = {of.spec.name: of.bits for number in kept for of in baseline.of(number)}
+            check_kept(held, newest, held.__getitem__, base, folder.store.uri)
+            digest = folder.read_version(newest).state_digest
+        else:
+            digest = folder.read_run().base.state_digest
+        twins = twin_digests(baseline, lacks.tie if newest else None)
+        return {"digest": baseline.digest(), "state_digest": digest, "twins": twins}
 
-    digest = ranks.round(replay, lambda replayed: _check_replayed(replayed, newest))
-    return Opened(found["run_id"], found["policy"], newest, digest, plan.shards, owned, baseline)
+    answer = ranks.round(replay, lambda replayed: _check_replayed(replayed, newest))
+    if not answer["is_tied"]:
+        lacks = unguarded(lacks, newest, is_told=ranks.rank == 0)
+    return Opened(found["run_id"], found["policy"], newest, answer["digest"], plan.shards, owned, kept, baseline, lacks)
 
 
 def bring(baseline: ShardBaseline, folder: RunFolder, base: Checkpoint, version: int) -> None:
@@ -134,7 +172,7 @@ def _read_base(
     return held, digest
 
 
-def _check_replayed(replayed: list[JSON], version: int) -> str:
+def _check_replayed(replayed: list[JSON], version: int) -> JSON:
     expected = {of_rank["state_digest"] for of_rank in replayed}
     if len(expected) > 1:
         raise BrokenChain(f"the ranks read different versions {version}", found=", ".join(sorted(expected)))
@@ -148,4 +186,5 @@ def _check_replayed(replayed: list[JSON], version: int) -> str:
             hint="Find the damage: delta-snapshot verify <sync_dir>. If there is none, a trainer published it from a "
             "wrong baseline; start a new run.",
         )
-    return str(digest)
+    twins = [add_digests(*of) for of in zip(*(of_rank["twins"] for of_rank in replayed), strict=True)]
+    return {"digest": str(digest), "is_tied": len(set(twins)) <= 1}

@@ -9,7 +9,8 @@ digest: the parts of the base checkpoint that the ranks will publish must add up
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -17,16 +18,43 @@ import xxhash
 
 from trainer_hooks.sharded.baseline import ShardBaseline
 from trainer_hooks.sharded.source import ShardPlan
+from trainer_hooks.unsourced import Unsourced
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.format.digest import add_digests, format_digest, slice_digest, tensor_digest
+from vllm_delta_snapshot.tied import Tie
 from vllm_delta_snapshot.types import TensorSpec
 
-__all__ = ["assign", "claims", "cover_of", "details_of", "explain", "is_covered", "share_digest"]
+__all__ = [
+    "Share",
+    "assign",
+    "claims",
+    "cover_of",
+    "details_of",
+    "explain",
+    "is_covered",
+    "known_of",
+    "share_digest",
+    "twin_digests",
+]
 
 _LISTED: Final = 50
+_HINT: Final = "Publish by checkpoint names: every tensor of the base, each element from one rank or from equal copies."
 
 JSON = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank accounts for.
+
+    Attributes:
+        numbers: the shards that it publishes.
+        kept: the tensors without a source whose bits it keeps.
+    """
+
+    numbers: list[int]
+    kept: list[str]
 
 
 def claims(plan: ShardPlan, specs: Mapping[str, TensorSpec]) -> JSON:
@@ -41,23 +69,39 @@ def claims(plan: ShardPlan, specs: Mapping[str, TensorSpec]) -> JSON:
     }
 
 
-def assign(claimed: Sequence[JSON], specs: Mapping[str, TensorSpec], base_model: str) -> list[list[int]]:
+def known_of(claimed: Sequence[JSON], specs: Mapping[str, TensorSpec]) -> set[str]:
+    """Return the tensors that some rank knows of; see `assign`."""
+    known = np.zeros(len(specs), np.bool_)
+    for claim in claimed:
+        bits = np.frombuffer(bytes.fromhex(claim["known"]), np.uint8)
+        known |= np.unpackbits(bits, count=len(specs)).astype(np.bool_)
+    return {name for name, is_known in zip(specs, known, strict=True) if is_known}
+
+
+def assign(
+    claimed: Sequence[JSON],
+    specs: Mapping[str, TensorSpec],
+    base_model: str,
+    find: Callable[[set[str]], Unsourced],
+) -> tuple[list[Share], Unsourced]:
     """Decide who publishes what.
 
     Args:
         claimed: the `claims` of every rank.
         specs: the tensors of the base checkpoint.
         base_model: where it is, for messages.
+        find: says what becomes of the tensors that no rank knows of, given those that some rank does.
 
     Returns:
-        For each rank the numbers of the shards that it publishes.
+        For each rank what it accounts for; and what becomes of the tensors that no rank knows of.
 
     Raises:
         SourceError: the shards of all ranks together are not the base checkpoint; every misfit is named.
     """
     if len({claim["table"] for claim in claimed}) > 1:
         raise SourceError("the ranks were given different base checkpoints", file=base_model)
-    _check_names(claimed, specs, base_model)
+    unsourced = find(known_of(claimed, specs))
+    _check_names(claimed, unsourced, base_model)
     holders: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     covered: Counter[str] = Counter()
     numels: dict[str, int] = {}
@@ -79,7 +123,12 @@ def assign(claimed: Sequence[JSON], specs: Mapping[str, TensorSpec], base_model:
         rank, number = min(holders[shard], key=lambda holder: (load[holder[0]], holder[0]))
         owned[rank].append(number)
         load[rank] += sizes[shard]
-    return [sorted(numbers) for numbers in owned]
+    kept: list[list[str]] = [[] for _ in claimed]
+    for name in sorted(unsourced.kept, key=lambda name: -specs[name].numel):
+        rank = load.index(min(load))
+        kept[rank].append(name)
+        load[rank] += specs[name].numel
+    return [Share(sorted(numbers), names) for numbers, names in zip(owned, kept, strict=True)], unsourced
 
 
 def share_digest(base: Checkpoint, rank: int, size: int) -> int:
@@ -100,6 +149,18 @@ def share_digest(base: Checkpoint, rank: int, size: int) -> int:
 def cover_of(baseline: ShardBaseline, share: int) -> JSON:
     """Return what a rank tells of its baseline: its part of the digest twice, as it will publish it and as cut."""
     return {"elements": baseline.elements, "digest": baseline.digest(), "share": share}
+
+
+def twin_digests(baseline: ShardBaseline, tie: Tie | None) -> list[int]:
+    """Return this rank's part of the digests of two tied weights, as if both had one name."""
+    if tie is None:
+        return []
+    digests = dict.fromkeys(tie.names, 0)
+    for held in baseline:
+        if (name := held.spec.name) in digests:
+            alike = replace(held, spec=replace(held.spec, name=tie.embedding))
+            digests[name] = add_digests(digests[name], alike.digest())
+    return list(digests.values())
 
 
 def is_covered(covers: Sequence[JSON], base: Checkpoint) -> tuple[bool, str]:
@@ -131,22 +192,20 @@ def explain(details: Sequence[JSON], base: Checkpoint) -> SourceError:
     return _misfit("the shards of all ranks overlap or leave elements out", wrong, str(base.folder))
 
 
-def _check_names(claimed: Sequence[JSON], specs: Mapping[str, TensorSpec], base_model: str) -> None:
-    known = np.zeros(len(specs), np.bool_)
-    for claim in claimed:
-        known |= np.unpackbits(np.frombuffer(bytes.fromhex(claim["known"]), np.uint8), count=len(specs)).astype(bool)
+def _check_names(claimed: Sequence[JSON], unsourced: Unsourced, base_model: str) -> None:
     misfits = dict.fromkeys(misfit for claim in claimed for misfit in claim["misfits"])
-    missing = [name for name, is_known in zip(specs, known, strict=True) if not is_known]
-    wrong = [*misfits, *(f"{name} is missing" for name in missing)]
+    wrong = [*misfits, *unsourced.refused]
     if wrong:
-        raise _misfit("the tensors are not those of the base checkpoint", wrong, base_model)
+        # Where names do not fit at all, it is not that tensors need not be there.
+        hint = _HINT if misfits else unsourced.hint
+        raise _misfit("the tensors are not those of the base checkpoint", wrong, base_model, hint)
 
 
-def _misfit(what: str, wrong: Sequence[str], base_model: str) -> SourceError:
+def _misfit(what: str, wrong: Sequence[str], base_model: str, hint: str = _HINT) -> SourceError:
     more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
     return SourceError(
         what,
         file=base_model,
         found="; ".join(wrong[:_LISTED]) + more,
-        hint="Publish by checkpoint names: every tensor of the base, each element from one rank or from equal copies.",
+        hint=hint,
     )

@@ -61,6 +61,7 @@ class ShardPublished:
         head: the newest version; replaced as a whole, so any thread may look at it.
         baseline: this rank's elements there.
         attempt: what may be committed next.
+        tie: tied weights that must stay equal.
         record: on rank 0, a commit that was asked for and whose answer did not come.
     """
 
@@ -71,18 +72,21 @@ class ShardPublished:
         self.record: VersionRecord | None = None
         self._shards = opened.shards
         self._owned: Mapping[int, Shard] = opened.owned
+        self._kept = opened.kept
+        self.tie = opened.unsourced.tie
         self._digest = opened.baseline.digest()
         self._fingerprints: ShardFingerprints = {}
         self._is_moving = False
 
     def differ(self, source: ShardSource, device_diff: DeviceDiff, turns: Turns | None = None) -> ShardDiffer:
         """Return a pass that compares a source with what is published, and audits its turn of that."""
-        return ShardDiffer(source, self._owned, self.baseline, self._fingerprints, device_diff, turns)
+        sourced = {number: shard for number, shard in self._owned.items() if number not in self._kept}
+        return ShardDiffer(source, sourced, self.baseline, self._fingerprints, device_diff, turns, self.tie)
 
     def audit(self, source: ShardSource, specs: Mapping[str, TensorSpec]) -> ShardAudit:
         """Return a pass that audits all that this rank holds. The next comparison believes no fingerprint."""
         self._fingerprints = {}
-        return ShardAudit(source, self._shards, self._owned, self.baseline, specs)
+        return ShardAudit(source, self._shards, self._owned, self.baseline, specs, self._kept)
 
     def mend(self, folder: RunFolder, base: Checkpoint) -> bool:
         """Make this rank's part whole again if moving it was interrupted; say whether it was. Blocks if so.

@@ -36,6 +36,7 @@ from trainer_hooks.sharded.ranks import JSON, Ranks
 from trainer_hooks.sharded.source import PartialSource, ShardSource
 from trainer_hooks.sharded.writing import Place, ShardWriting
 from trainer_hooks.source import refuse_of_no_module
+from trainer_hooks.unsourced import check_patterns
 from trainer_hooks.upkeep import SideUpkeep
 from trainer_hooks.writing import WritingRules, default_buffer_bytes
 from vllm_delta_snapshot.checkpoint import Checkpoint
@@ -66,6 +67,7 @@ class ShardedPublisher(BasePublisher):
         sync_dir: the run's folder, that all ranks reach: ``/path``, ``s3://bucket/prefix`` or ``gs://bucket/prefix``.
         base: the checkpoint that trainer and engines start from, a folder with safetensors files that all ranks reach.
             Every rank reads its own part of it.
+        unsourced: see `DeltaPublisher`; rank 0's counts.
         names: see `DeltaPublisher`; the same on all ranks. A function is asked about stand-ins without weights, and has
             to return ranges of consecutive elements of them.
         skip_frozen: see `DeltaPublisher`; of a `DTensor` torch counts no writes at all, so one that is frozen is then
@@ -103,6 +105,7 @@ class ShardedPublisher(BasePublisher):
         sync_dir: str,
         base: str | Path,
         names: Names | None = None,
+        unsourced: Iterable[str] = (),
         skip_frozen: bool = False,
         audit_every: int | None = None,
         encoding: str | None = None,
@@ -122,6 +125,7 @@ class ShardedPublisher(BasePublisher):
     ) -> None:
         conduct = Conduct(asynchronous, when_busy, drain_timeout_s)
         check_turns(audit_every)
+        patterns = check_patterns(unsourced)
         self._audit_every = audit_every
         self._device_diff = DeviceDiff(diff_on)
         self._ranks = Ranks(group, timeout_s=timeout_s)
@@ -148,7 +152,7 @@ class ShardedPublisher(BasePublisher):
 
         self._ranks.first_does(check_saved)
         opened = open_sharded(
-            self._ranks, self._source, self._base, self._folder, encoding, self._device_diff.host_memory()
+            self._ranks, self._source, self._base, self._folder, encoding, patterns, self._device_diff.host_memory()
         )
         self._published = ShardPublished(opened)
         specs = self._base.specs

@@ -8,7 +8,7 @@ publication. Which rank publishes what is decided between the two (`owners`): a 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -21,7 +21,7 @@ from trainer_hooks.source import all_exist, refuse_unreadable
 from vllm_delta_snapshot.errors import SourceError
 from vllm_delta_snapshot.types import TensorSpec
 
-__all__ = ["PartialSource", "PartialTensor", "Segment", "Shard", "ShardPlan", "ShardRead", "ShardSource"]
+__all__ = ["PartialSource", "PartialTensor", "Segment", "Shard", "ShardPlan", "ShardRead", "ShardSource", "completed"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +88,31 @@ class ShardRead:
     load: Callable[[], torch.Tensor]
     fingerprint: Hashable | None = None
     stays: bool = False
+
+
+def completed(plan: ShardPlan, copies: Mapping[str, str], kept: Collection[TensorSpec]) -> ShardPlan:
+    """Return a plan with what the source has not: copies of what it has, and tensors that it never yields.
+
+    Args:
+        plan: the source's.
+        copies: by tensor that the source has, the one that is its copy: its elements are those of the other.
+        kept: tensors to add behind, each one shard.
+    """
+    shards = [
+        replace(
+            shard,
+            segments=tuple(
+                of
+                for segment in shard.segments
+                for of in (segment, *(replace(segment, name=copies[n]) for n in (segment.name,) if n in copies))
+            ),
+        )
+        for shard in plan.shards
+    ]
+    for spec in kept:
+        runs = Runs.interval(0, spec.numel)
+        shards.append(Shard(spec.name, spec.numel, runs, (Segment(spec.name, 0, runs),)))
+    return replace(plan, shards=tuple(shards))
 
 
 @runtime_checkable

@@ -19,6 +19,7 @@ from trainer_hooks.sharded.differ import ShardDiffer
 from trainer_hooks.sharded.parts import digested, write_rank, write_table
 from trainer_hooks.sharded.published import ShardAttempt, ShardPublished
 from trainer_hooks.sharded.ranks import JSON, Ranks
+from trainer_hooks.tie_guard import check_moves
 from trainer_hooks.writing import Writing, WritingRules
 from vllm_delta_snapshot.delta_folder import DigestedChange, WriterNotes
 from vllm_delta_snapshot.errors import NotPublished
@@ -124,10 +125,11 @@ class ShardWriting(Writing):
             raise
         check()
         self._published.attempt = ShardAttempt(kept, self._shard_differ.fingerprints, add_digests(*moves))
-        return written | {"diff_s": self._shard_differ.seconds}
+        return written | {"diff_s": self._shard_differ.seconds, "tied": self._shard_differ.guard.moves}
 
     def _commit(self, parts: list[JSON]) -> JSON:
         """On rank 0: write the table of all parts, and commit."""
+        check_moves(self._published.tie, [part["tied"] for part in parts])
         diff_s = max(part["diff_s"] for part in parts)
         record = write_table(
             self._place.store,
