@@ -13,61 +13,33 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import NoReturn, Self
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from trainer_hooks.audit import AuditReport
+from trainer_hooks.conduct import Conduct
 from trainer_hooks.hook import publish_after_steps
 from trainer_hooks.publication import Publication
 from trainer_hooks.published import Head
 from trainer_hooks.saved_state import SavedState
 from trainer_hooks.turns import Turns
 from trainer_hooks.upkeep import SideUpkeep
+from trainer_hooks.use import Use, not_to_be_copied
 from trainer_hooks.writing import WritingRules
 from vllm_delta_snapshot.acks import Acknowledgement, wait_applied
 from vllm_delta_snapshot.errors import NotPublished
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store
 
-__all__ = ["BasePublisher", "Conduct", "WhenBusy"]
+__all__ = ["BasePublisher"]
 
 logger = logging.getLogger(__name__)
 
-WhenBusy = Literal["wait", "merge"]
-
 _Call = tuple[int | None, Mapping[str, float] | None]
 """The step and the metrics of a call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conduct:
-    """How a publisher shares its time with the trainer.
-
-    Attributes:
-        asynchronous: whether `publish` returns after the diff, and the rest runs behind it.
-        when_busy: what `publish` does while the publication before it still runs.
-        drain_timeout_s: how long the end waits for a publication under way.
-
-    Raises:
-        ValueError: there is no such `when_busy`.
-    """
-
-    asynchronous: bool
-    when_busy: WhenBusy
-    drain_timeout_s: float
-
-    def __post_init__(self) -> None:
-        if self.when_busy not in get_args(WhenBusy):
-            raise ValueError(f"when_busy must be one of {get_args(WhenBusy)}, not {self.when_busy!r}")
-
-    @property
-    def may_skip(self) -> bool:
-        """Whether a call may be left to the next one."""
-        return self.when_busy == "merge"
 
 
 class BasePublisher(ABC):
@@ -85,8 +57,10 @@ class BasePublisher(ABC):
         self._store = store
         self._conduct = conduct
         self._upkeep = upkeep
+        self._use = Use()
         self._turns = Turns()
         self._is_closed = False
+        self._has_ended = False
         self._last_call: _Call | None = None
         self._last: Publication | None = None  # what came of that call; none if it raised
 
@@ -138,9 +112,10 @@ class BasePublisher(ABC):
                 The next call carries its changes too, and those of this one.
             RankFailed: another rank failed, in this publication or, if a rank was not told yet, in the one before; or
                 is gone.
-            NotPublished: the publisher is closed.
+            NotPublished: the publisher is closed, is in another call, or belongs to another process.
         """
-        return self._call(step, metrics, may_skip=self._conduct.may_skip)
+        with self._use.taken("publish"):
+            return self._call(step, metrics, may_skip=self._conduct.may_skip)
 
     def audit(self) -> AuditReport:
         """Prove that the weights, as they are now, are the newest version, bit for bit. Publishes nothing; blocks.
@@ -160,13 +135,13 @@ class BasePublisher(ABC):
             SourceError: the weights do not fit.
             StoreError, StoreUnavailable: the store cannot be read; or the publication before was not committed.
             RankFailed: another rank failed or is gone.
-            NotPublished: the publisher is closed.
+            NotPublished: the publisher is closed, is in another call, or belongs to another process.
         """
-        if self._is_closed:
-            raise NotPublished("the publisher is closed", hint="A new one continues the run.")
         started = time.monotonic()
-        elements = self._audit()
-        head = self._head
+        with self._use.taken("audit"):
+            self._check_open()
+            elements = self._audit()
+            head = self._head
         report = AuditReport(head.version, head.state_digest, elements, time.monotonic() - started)
         report.log()
         return report
@@ -188,6 +163,7 @@ class BasePublisher(ABC):
             StageError: they did not in time; names those that lag.
             DeltaSnapshotError: the publication under way failed, or the store cannot be read.
         """
+        self._use.check_process("wait_applied")
         deadline = time.monotonic() + timeout_s
         if version is None:
             self.drain(timeout_s)
@@ -209,23 +185,26 @@ class BasePublisher(ABC):
         Returns:
             A handle; its ``remove()`` ends it.
         """
+        self._use.check_process("hook")
         return publish_after_steps(lambda step: self.publish(step=step), optimizer, every=every, first_step=first_step)
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is under way on this rank. Blocks.
 
         Raises:
-            NotPublished: something still is after this time.
+            NotPublished: something still is after this time; or another call is.
             DeltaSnapshotError: it failed, and nobody was told yet.
         """
-        self._turns.drain(self._find_out, timeout_s)
+        with self._use.taken("drain"):
+            self._turns.drain(self._find_out, timeout_s)
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Publish no more. Blocks for what is under way.
 
         It compares nothing: what the last call skipped or failed to publish stays unpublished, and a later publisher of
         the run finds it. A ``with`` block that ends without an error publishes that too. Of several ranks, all close,
-        before the process group is destroyed.
+        before the process group is destroyed. If an interrupt breaks it off, what is under way goes on; call it again
+        to wait. In a process that was forked off it does nothing, nor does the end of a ``with`` block.
 
         Args:
             drain: whether to wait. If not, what is under way is abandoned: unless its commit was asked for already, it
@@ -236,17 +215,32 @@ class BasePublisher(ABC):
             NotPublished: it was not committed in time, and is abandoned.
             DeltaSnapshotError: it failed, and nobody was told yet.
         """
-        was_closed, self._is_closed = self._is_closed, True
-        if was_closed:
+        if not self._use.is_here:
+            return
+        with self._use.taken("close"):
+            self._close(drain=drain, timeout_s=timeout_s)
+
+    def _close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
+        self._is_closed = True
+        if self._has_ended:
             return
         try:
             if drain:
-                self.drain(self._conduct.drain_timeout_s if timeout_s is None else timeout_s)
-        finally:
-            self._turns.abandon()  # which does nothing to what has ended
+                self._turns.drain(self._find_out, self._conduct.drain_timeout_s if timeout_s is None else timeout_s)
+        except Exception:
+            self._end(drain=drain)
+            raise
+        except BaseException:  # who interrupts the waiting does not ask to lose what is waited for
             self._leave()
-            if self._upkeep is not None:
-                self._upkeep.close(timeout_s=self._conduct.drain_timeout_s if drain else 0.0)
+            raise
+        self._end(drain=drain)
+
+    def _end(self, *, drain: bool) -> None:
+        self._turns.abandon()  # which does nothing to what has ended
+        self._leave()
+        if self._upkeep is not None:
+            self._upkeep.close(timeout_s=self._conduct.drain_timeout_s if drain else 0.0)
+        self._has_ended = True
 
     def __enter__(self) -> Self:
         return self
@@ -254,6 +248,8 @@ class BasePublisher(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._use.is_here:
+            return
         if error is not None:
             try:
                 self._leave()  # first: the others may be waiting already
@@ -261,19 +257,23 @@ class BasePublisher(ABC):
             except Exception as failure:  # noqa: BLE001 - the error that ended the block is the one to be seen
                 logger.error("the last publication failed too: %s", failure)
         elif not self._is_closed:
-            self._end_well()
+            with self._use.taken("close"):
+                self._end_well()
 
     def _end_well(self) -> None:
         """Have the last call become a version, if it did not; and close."""
         with contextlib.suppress(Exception):  # the next attempt says why
-            self.drain(self._conduct.drain_timeout_s)
+            self._turns.drain(self._find_out, self._conduct.drain_timeout_s)
         is_busy = self._turns.is_busy
         is_out = self._last is not None and not self._last.is_skipped and self._last.version <= self.version
         try:
             if self._agree(self._last_call is not None and not (is_busy or is_out)):
                 self._call(*(self._last_call or (None, None)), may_skip=False)
         finally:
-            self.close(timeout_s=0.0 if is_busy else None)
+            self._close(timeout_s=0.0 if is_busy else None)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise not_to_be_copied("a publisher")
 
     def state_dict(self) -> dict[str, object]:
         """Return what a trainer's checkpoint should remember of the run: plain strings and numbers. Does not block.
@@ -295,17 +295,21 @@ class BasePublisher(ABC):
             RunMismatch, BrokenChain, VersionConflict: it is not, or has gone back, or has gone another way since.
             StoreError, StoreUnavailable: the store cannot be read.
         """
+        self._use.check_process("load_state_dict")
         SavedState.of(state).check(RunFolder(self._store))
 
     def _call(self, step: int | None, metrics: Mapping[str, float] | None, *, may_skip: bool) -> Publication:
         """Take one call, whatever becomes of it."""
-        if self._is_closed:
-            raise NotPublished("the publisher is closed", hint="A new one continues the run.")
+        self._check_open()
         self._last_call, self._last = (step, metrics), None
         self._last = self._publish(step, metrics, may_skip=may_skip)
         if self._last.is_skipped:
             logger.info("skipped step=%s: the publication before still runs; the next one carries it", step)
         return self._last
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise NotPublished("the publisher is closed", hint="A new one continues the run.")
 
     @abstractmethod
     def _publish(self, step: int | None, metrics: Mapping[str, float] | None, *, may_skip: bool) -> Publication:

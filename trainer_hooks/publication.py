@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, SupportsIndex, TypeVar
 
 from trainer_hooks.background import Task
+from trainer_hooks.use import not_to_be_copied
 from vllm_delta_snapshot.errors import NotPublished
 
 __all__ = ["Fleet", "Publication", "PublishReport"]
@@ -111,13 +112,19 @@ class Publication:
             timeout_s: how long at most; ``None`` for no limit.
 
         Raises:
-            NotPublished: it was skipped or abandoned, or still runs after this time.
+            NotPublished: it was skipped or abandoned, still runs after this time, or runs in the process that this one
+                was forked from.
             VersionConflict: another trainer is publishing into this run.
             StoreError, StoreUnavailable: it failed; the next publication carries its changes.
         """
         if self._outcome is None:
             raise _skipped()
         return self._outcome.result(timeout_s) if isinstance(self._outcome, Task) else self._outcome
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        if isinstance(self._outcome, Task):
+            raise not_to_be_copied("the handle of a publication")
+        return super().__reduce_ex__(protocol)
 
 
 class Fleet(Protocol[R]):

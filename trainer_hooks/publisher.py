@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trainer_hooks.audit import check_turns, lost_published, unlike_published
-from trainer_hooks.base_publisher import BasePublisher, Conduct, WhenBusy
+from trainer_hooks.base_publisher import BasePublisher
+from trainer_hooks.conduct import Conduct, WhenBusy
 from trainer_hooks.device_diff import DeviceDiff, DiffOn
 from trainer_hooks.fit import check_fit
 from trainer_hooks.kernel import load_kernel
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeltaPublisher(BasePublisher):
-    """Publishes a trainer's weights as deltas. Use it from one thread of one process.
+    """Publishes a trainer's weights as deltas. Use it in one process, one call at a time.
 
     Starting it reads the base checkpoint once and keeps a copy of it in host memory (the baseline). If `sync_dir`
     already holds a run with the same base, that run is continued after its newest version. As a context manager it
@@ -181,7 +182,8 @@ class DeltaPublisher(BasePublisher):
         Raises:
             DeltaSnapshotError: see `publish`; it is never skipped.
         """
-        publication = self._call(step, metrics, may_skip=False)
+        with self._use.taken("sync"):
+            publication = self._call(step, metrics, may_skip=False)
         version = publication.wait().version
         return fleet.sync(version, run_id=self.run_id, state_digest=self._digest_of(version))
 

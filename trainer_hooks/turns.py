@@ -17,14 +17,20 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """See the module. Belongs to the publisher's thread."""
+    """See the module. Belongs to who calls the publisher.
+
+    An interrupt may come anywhere. So what is begun is noted before it begins, and what an interrupt left half begun is
+    ended by whoever comes next.
+    """
 
     def __init__(self) -> None:
         self._task: Task[PublishReport] | None = None
+        self._begun: Writing | None = None  # whose diff is being made
 
     @property
     def is_busy(self) -> bool:
         """Whether a publication is under way. Does not block."""
+        self._mend()
         return self._task is not None and not self._task.join(0)
 
     def take(self, writing: Writing, *, is_asynchronous: bool) -> Publication:
@@ -35,16 +41,29 @@ class Turns:
         """
         if not is_asynchronous:
             return Publication(writing.version, writing.here())
-        self._task = task = writing.begin()
+        self._begun = writing
+        self._task = task = writing.task()
         try:
+            task.start()
             writing.compare()
         except BaseException:
+            self._mend()
             task.hush()  # it ends by itself, of the same
             raise
+        self._begun = None
         return Publication(writing.version, task)
+
+    def _mend(self) -> None:
+        """End what was interrupted before its diff was whole: nothing of it is published."""
+        if self._begun is not None:
+            self._begun.give_up()
+            if self._task is not None:
+                self._task.forbid()
+            self._begun = None
 
     def ended(self) -> BaseException | None:
         """Wait for the publication before, and forget it; return what nobody was told yet, but now is. Blocks."""
+        self._mend()
         if self._task is None:
             return None
         self._task.join()
@@ -56,15 +75,22 @@ class Turns:
         """Wait for the publication before, find out what became of it, and raise what nobody was told yet. Blocks.
 
         Args:
-            find_out: says whether an earlier commit, whose answer never came, was made.
+            find_out: says whether an earlier commit, whose answer never came, was made. If it is interrupted, the next
+                call asks again.
         """
-        error = self.ended()
+        self._mend()
+        error = None
+        if self._task is not None:
+            self._task.join()
+            error = self._task.untold
         try:
             is_committed = find_out()
         except Exception as unsettled:
+            self.ended()
             if error is None or error is unsettled:
                 raise
             raise unsettled from error
+        self.ended()
         if error is not None and not is_committed:
             raise error
 
@@ -74,6 +100,7 @@ class Turns:
         Raises:
             NotPublished: something still is after this time.
         """
+        self._mend()
         if self._task is not None:
             self._task.expect_end(timeout_s)
             if not self._task.is_told:
@@ -81,5 +108,6 @@ class Turns:
 
     def abandon(self) -> None:
         """Have what is under way stop before its commit; does not wait for that."""
+        self._mend()
         if self._task is not None:
             self._task.abandon()

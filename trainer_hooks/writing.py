@@ -112,8 +112,8 @@ class Writing(ABC):
         with thread_pool(self._rules.threads) as pool:
             return self._write(self._differ.diffs(pool), pool, lambda: None)
 
-    def begin(self) -> Task[PublishReport]:
-        """Start the thread that does all but the diff; it waits for what `compare` hands it."""
+    def task(self) -> Task[PublishReport]:
+        """Return the thread, not yet started, that does all but the diff; it waits for what `compare` hands it."""
         feed = self._feed
 
         def write(task: Task[PublishReport]) -> PublishReport:
@@ -144,6 +144,10 @@ class Writing(ABC):
             self._feed.give_up()
             self._tell_failed(error)
             raise
+
+    def give_up(self) -> None:
+        """Have nothing of it published, whatever `compare` has come to. May be repeated."""
+        self._feed.give_up()
 
     def _write(
         self, diffs: Iterable[TensorDiff], pool: ThreadPoolExecutor | None, check: Callable[[], None]

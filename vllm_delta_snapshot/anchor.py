@@ -8,7 +8,6 @@ trainer and running readers. The checkpoint is materialized on the local disk, p
 from __future__ import annotations
 
 import logging
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from vllm_delta_snapshot.format.anchor import AnchorMetadata, AnchorRecord
 from vllm_delta_snapshot.format.metadata import FileEntry
 from vllm_delta_snapshot.materialize import PROVENANCE_NAME, materialize
 from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.scratch import scratch_folder
 from vllm_delta_snapshot.shortcut import commit_shortcut
 from vllm_delta_snapshot.store import Store
 from vllm_delta_snapshot.traffic import WRITTEN, count_bytes
@@ -85,8 +85,8 @@ def write_anchor(
     run_id = folder.read_run().run_id
     publication_id = uuid.uuid4().hex
     target = layout.anchor_folder(version, publication_id)
-    with tempfile.TemporaryDirectory(prefix="delta-snapshot-anchor-", dir=scratch) as temporary:
-        made = materialize(folder, base, version, Path(temporary) / "checkpoint")
+    with scratch_folder("delta-snapshot-anchor-", scratch) as temporary:
+        made = materialize(folder, base, version, temporary / "checkpoint")
         files = _upload(folder.store, target, Path(made.folder), progress)
     metadata = AnchorMetadata(
         run_id=run_id,

@@ -8,7 +8,6 @@ they span lead, and anchors have the very bits. What cannot be proven, because d
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from vllm_delta_snapshot.errors import StageError, VerifyError
 from vllm_delta_snapshot.format.digest import format_digest
 from vllm_delta_snapshot.format.version import DeltaRecord
 from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.scratch import scratch_folder
 from vllm_delta_snapshot.stage.anchor import fetch_anchor
 from vllm_delta_snapshot.stage.replay import check_base
 from vllm_delta_snapshot.stage.working_copy import WorkingCopy
@@ -50,8 +50,8 @@ def verify_deep(
     if base is not None:
         check_base(folder.read_run(), base)
     try:
-        with tempfile.TemporaryDirectory(prefix="delta-snapshot-verify-", dir=scratch) as temporary:
-            return _DeepVerifier(folder, base, Path(temporary), progress).verify()
+        with scratch_folder("delta-snapshot-verify-", scratch) as temporary:
+            return _DeepVerifier(folder, base, temporary, progress).verify()
     except OSError as error:
         if isinstance(error, FileNotFoundError) and scratch is not None and not scratch.is_dir():
             raise StageError("there is no such folder", file=str(scratch), hint="Make it, or give another.") from error
@@ -127,8 +127,8 @@ class _DeepVerifier(Verifier):
 
     def _anchor(self, version: int) -> int:
         record = self._folder.read_anchor(version)
-        with tempfile.TemporaryDirectory(prefix="anchor-", dir=self._scratch) as temporary:
-            anchor = fetch_anchor(self._folder, record, Path(temporary))
+        with scratch_folder("anchor-", self._scratch) as temporary:
+            anchor = fetch_anchor(self._folder, record, temporary)
             if self._copy.at == version:
                 uri = self._folder.store.uri
                 hint = f"Delete it: delta-snapshot prune {uri} --drop-anchor {version} --yes"

@@ -8,17 +8,16 @@ store.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from vllm_delta_snapshot.chain import Step
 from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, ChainError, DeltaSnapshotError, StoreUnavailable
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.version import DeltaRecord, VersionRecord
 from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.scratch import scratch_folder
 from vllm_delta_snapshot.stage.anchor import fetch_anchor
 from vllm_delta_snapshot.stage.replay import opened_version
 
@@ -173,8 +172,8 @@ class Verifier:
 
     def _anchor(self, version: int) -> int:
         record = self._folder.read_anchor(version)
-        with tempfile.TemporaryDirectory(prefix="delta-snapshot-") as temporary:
-            fetch_anchor(self._folder, record, Path(temporary))
+        with scratch_folder() as temporary:
+            fetch_anchor(self._folder, record, temporary)
         return record.payload_bytes
 
     def _hint(self) -> str:

@@ -23,7 +23,9 @@ def diff_of(count: int, name: str = "w") -> TensorDiff:
 
 
 def started(work) -> Task:
-    return Task(work, name="the work", exit_timeout_s=1.0)
+    task = Task(work, name="the work", exit_timeout_s=1.0)
+    task.start()
+    return task
 
 
 def test_result_is_what_the_work_returned():

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer_hooks.audit import Turns, check_turns
-from trainer_hooks.base_publisher import BasePublisher, Conduct, WhenBusy
+from trainer_hooks.base_publisher import BasePublisher
+from trainer_hooks.conduct import Conduct, WhenBusy
 from trainer_hooks.device_diff import DeviceDiff, DiffOn
 from trainer_hooks.kernel import load_kernel
 from trainer_hooks.names import Names
@@ -200,7 +201,8 @@ class ShardedPublisher(BasePublisher):
         Raises:
             DeltaSnapshotError: see `publish`; it is never skipped. Or, on all ranks, what the fleet raised.
         """
-        publication = self._call(step, metrics, may_skip=False)
+        with self._use.taken("sync"):
+            publication = self._call(step, metrics, may_skip=False)
 
         def drive() -> R:
             if fleet is None:
@@ -223,7 +225,8 @@ class ShardedPublisher(BasePublisher):
         Raises:
             DeltaSnapshotError: the publication failed; or, on all ranks, what `work` raised.
         """
-        return self._ranks.first_does(work, once=publication.wait)
+        with self._use.taken("then"):
+            return self._ranks.first_does(lambda: self._use.lend(work), once=publication.wait)
 
     def any_rank(self, is_so: bool) -> bool:
         """Say whether something is so on any rank. Collective; blocks until all have said.
@@ -231,6 +234,10 @@ class ShardedPublisher(BasePublisher):
         Raises:
             RankFailed: another rank is gone.
         """
+        with self._use.taken("any_rank"):
+            return self._is_so_anywhere(is_so)
+
+    def _is_so_anywhere(self, is_so: bool) -> bool:
         return bool(self._ranks.round(lambda: is_so, any))
 
     def _publish(self, step: int | None, metrics: Mapping[str, float] | None, *, may_skip: bool) -> Publication:
@@ -307,7 +314,7 @@ class ShardedPublisher(BasePublisher):
         return False  # that is asked of all ranks, by the next call
 
     def _agree(self, is_needed: bool) -> bool:
-        return self.any_rank(is_needed)
+        return self._is_so_anywhere(is_needed)
 
     def _leave(self) -> None:
         self._ranks.leave("has closed its publisher")

@@ -8,7 +8,6 @@ does not use this.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from vllm_delta_snapshot.format.metadata import DeltaMetadata, TensorEntry
 from vllm_delta_snapshot.format.run import RunInfo
 from vllm_delta_snapshot.format.version import DeltaRecord
 from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.scratch import scratch_folder
 from vllm_delta_snapshot.stage.anchor import fetch_anchor
 from vllm_delta_snapshot.stage.decode import decode, iter_decoded
 from vllm_delta_snapshot.stage.fetch import fetch
@@ -158,8 +158,8 @@ def opened_start(
             raise BrokenChain("the way starts from the base checkpoint, which is not at hand", file=folder.store.uri)
         yield base
         return
-    with tempfile.TemporaryDirectory(prefix="delta-snapshot-", dir=scratch) as temporary:
-        yield fetch_anchor(folder, plan.anchor, Path(temporary))
+    with scratch_folder(parent=scratch) as temporary:
+        yield fetch_anchor(folder, plan.anchor, temporary)
 
 
 @contextlib.contextmanager
@@ -210,6 +210,6 @@ def streamed_entries(
 @contextlib.contextmanager
 def _fetched(folder: RunFolder, record: DeltaRecord, scratch: Path | None) -> Iterator[tuple[DeltaMetadata, Path]]:
     metadata = folder.read_metadata(record)
-    with tempfile.TemporaryDirectory(prefix="delta-snapshot-", dir=scratch) as temporary:
-        fetch(folder.store, record, metadata, Path(temporary))
-        yield metadata, Path(temporary)
+    with scratch_folder(parent=scratch) as temporary:
+        fetch(folder.store, record, metadata, temporary)
+        yield metadata, temporary
