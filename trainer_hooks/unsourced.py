@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer_hooks.patterns import listed, patterns_of
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.errors import SourceError
+from vllm_delta_snapshot.patterns import listed, patterns_of
 from vllm_delta_snapshot.tied import Tie, are_same, counterpart_of, role_of, says_tied, tie_of
 
 __all__ = [
@@ -88,13 +88,15 @@ def find_unsourced(sourced: Collection[str], base: Checkpoint, patterns: Collect
         patterns: what the user said need not be there.
 
     Raises:
-        SourceError: the base stores tied weights twice, and they are not equal.
+        SourceError: the base stores two that it says to be tied, and differ, and the source has one.
     """
     known = frozenset(sourced)
     missing = [name for name in base.specs if name not in known]
     tie = tie_of(base)
-    if tie is not None and not (tie.are_equal or known.isdisjoint(tie.names)):
-        raise _untied(tie, base)
+    if tie is not None and not tie.are_equal:
+        if len(known.intersection(tie.names)) == 1:
+            raise _untied(tie, base)
+        tie = None  # what has both takes them for two, as loaders do
     followed = [] if tie is None else [name for name in tie.names if name not in known and tie.other(name) in known]
     kept = tuple(n for n in missing if n not in followed and any(fnmatchcase(n, p) for p in patterns))
     lost = [name for name in missing if name not in kept and name not in followed]
@@ -225,11 +227,11 @@ def _original(name: str, known: Collection[str], base: Checkpoint) -> str | None
 
 def _untied(tie: Tie, base: Checkpoint) -> SourceError:
     return SourceError(
-        "the base checkpoint says that its embeddings are tied, but stores two that differ",
+        "the base checkpoint says that its embeddings are tied, but stores two that differ, and the source has one",
         file=str(base.folder),
         tensor=" and ".join(tie.names),
-        expected='equal tensors, or "tie_word_embeddings": false in config.json',
-        found="some loaders take one for both, others both",
-        hint="Give a base that is one or the other, and start the engines from it: correct its config.json if the two "
-        "are trained apart, or load it tied and save_pretrained it.",
+        expected="both, as transformers 5 and vLLM take them for two then; or a base that stores one",
+        found="one",
+        hint="Have the source yield both, if the trainer has two. If it has one, save_pretrained that, and start "
+        "trainer and engines from there.",
     )

@@ -12,9 +12,9 @@ from tests.support.tensors import random_bits, to_torch
 from tests.support.toys import Toy, specs_of
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.engine import fitness
-from vllm_delta_snapshot.engine.fitness import check_live_bits, check_memory, choose_ways, refuse_tensors
+from vllm_delta_snapshot.engine.fitness import check_live_bits, check_memory, choose_ways
 from vllm_delta_snapshot.engine.load_plan import LoadPlan, PlanSummary, record_load_plan
-from vllm_delta_snapshot.engine.ways import Choice
+from vllm_delta_snapshot.engine.ways import Choice, refuse_tensors
 from vllm_delta_snapshot.errors import ApplyError, BaseMismatch, TensorRefused
 from vllm_delta_snapshot.stage.places import Box
 from vllm_delta_snapshot.types import TensorSpec
@@ -24,6 +24,9 @@ Part = tuple[Box, int]
 WHOLE: Part = (("segment", 0, ((1, 24),)), 24)
 UPPER: Part = (("segment", 0, ((1, 12),)), 12)
 LOWER: Part = (("segment", 12, ((1, 12),)), 12)
+
+
+UNREAD = {"w": Choice("unread", "never read")}
 
 
 def _worker(*parts: Part, problem: str | None = None) -> PlanSummary:
@@ -52,7 +55,7 @@ def test_tensor_that_the_workers_hold_together_is_served_the_way_it_is_wanted(
 @pytest.mark.parametrize(
     ("workers", "reason"),
     [
-        ([_worker()], "the engine does not load it"),
+        ([_worker()], "copies none of it to where it could be patched"),
         ([_worker(UPPER)], "copies 12 of its 24 elements"),
         ([_worker(UPPER), _worker(UPPER)], "copies 12 of its 24 elements"),
         ([_worker(WHOLE), _worker(problem="it is converted")], "it is converted"),
@@ -154,3 +157,18 @@ def test_memory_that_forgets_is_refused_and_named(checkpoint: Checkpoint, monkey
     with pytest.raises(ApplyError, match="do not keep what is written") as caught:
         check_memory(plan)
     assert caught.value.tensor == "q"
+
+
+def test_unread_tensor_has_that_way_unless_the_user_named_it_or_it_has_a_place() -> None:
+    assert choose_ways([_worker()], SPECS, [], "scatter", UNREAD) == UNREAD
+    assert choose_ways([_worker()], SPECS, ["w"], "scatter", UNREAD)["w"].way == "skip"
+    assert choose_ways([_worker(WHOLE)], SPECS, [], "scatter", UNREAD) == {"w": Choice("scatter")}
+    refuse_tensors(UNREAD)
+
+
+def test_refusal_prints_the_patterns_to_give() -> None:
+    names = ["mtp.a", "mtp.b", "model.layers.0.q"]
+    choices = {name: Choice("refused" if "mtp" in name else "scatter", "no place") for name in names}
+    with pytest.raises(TensorRefused) as caught:
+        refuse_tensors(choices)
+    assert 'init_info: {"skip": ["mtp.*"]}' in str(caught.value.hint)

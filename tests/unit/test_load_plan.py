@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 
 from tests.support.tensors import bits_of
 from tests.support.toys import Load, Pairs, Toy, full_patch, live_lanes, specs_of, tensor_of, write_through
-from vllm_delta_snapshot.engine.load_plan import LoadPlan, record_load_plan
+from vllm_delta_snapshot.engine.load_plan import LoadPlan, record_load_plan, with_probed_places
 from vllm_delta_snapshot.errors import ApplyError
 from vllm_delta_snapshot.stage.mapping import map_update
 from vllm_delta_snapshot.types import TensorPatch, TensorSpec
@@ -276,3 +278,96 @@ def test_two_workers_with_the_same_layout_have_the_same_places() -> None:
 
 def test_empty_plan_maps_nothing() -> None:
     assert live_lanes(LoadPlan(), [full_patch(SPECS["q"])]) == []
+
+
+def ignored(toy: Toy, name: str, tensor: torch.Tensor) -> None:
+    """Look at the form alone, as loaders do that filter by name and shape."""
+    if name != "k":
+        return fused(toy, name, tensor)
+    assert tensor.t().narrow(0, 1, 3)[:, 1:].view(3, 1).shape == (3, 1)
+    return None
+
+
+def read_by_torch(toy: Toy, name: str, tensor: torch.Tensor) -> None:
+    """Compute from it, into what is no parameter."""
+    if name == "k":
+        toy.__dict__["scale"] = float(tensor.abs().max())
+    else:
+        fused(toy, name, tensor)
+
+
+def read_by_numpy(toy: Toy, name: str, tensor: torch.Tensor) -> None:
+    """Compute from it behind torch's back."""
+    if name == "k":
+        toy.__dict__["sum"] = int(tensor.view(torch.int16).numpy().sum())
+    else:
+        fused(toy, name, tensor)
+
+
+def put_aside(toy: Toy, name: str, tensor: torch.Tensor) -> None:
+    """Wait for another one, as for a weight's scale."""
+    if name == "k":
+        toy.__dict__["pending"] = tensor[1:]
+    else:
+        fused(toy, name, tensor)
+
+
+def sent_nowhere(toy: Toy, name: str, tensor: torch.Tensor) -> None:
+    """Give it to a parameter without memory, as layers are while they are reloaded: nothing of it is read."""
+    fused(toy, name, tensor.to("meta") if name == "k" else tensor)
+
+
+def written_nowhere(toy: Toy, name: str, tensor: torch.Tensor) -> None:
+    """The same in another way."""
+    if name == "k":
+        torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").copy_(tensor)
+    else:
+        fused(toy, name, tensor)
+
+
+def zeroed(toy: Toy, name: str, tensor: torch.Tensor) -> None:
+    """Load zeros where another rank adds the bias."""
+    if name == "k":
+        tensor.zero_()
+    fused(toy, name, tensor)
+
+
+@pytest.mark.parametrize(
+    ("load", "unread"),
+    [
+        (ignored, {"k"}),
+        (read_by_torch, set()),
+        (read_by_numpy, set()),
+        (put_aside, set()),
+        (sent_nowhere, set()),
+        (written_nowhere, set()),
+        (zeroed, set()),
+        (fused, set()),
+    ],
+)
+def test_only_what_nobody_reads_or_puts_aside_is_unread(load: Load, unread: set[str]) -> None:
+    """In any way: the memory of the stand-ins tells."""
+    specs = specs_of(q=(4, 6), k=(2, 6))
+    for _ in range(2):
+        assert record_load_plan(Toy(load), specs).unread == unread
+
+
+def test_unread_tensor_that_only_a_cycle_of_garbage_holds_is_unread() -> None:
+    def dropped(toy: Toy, name: str, tensor: torch.Tensor) -> None:
+        if name == "k":
+            cycle = [tensor]
+            cycle.append(cycle)
+        else:
+            fused(toy, name, tensor)
+
+    gc.disable()
+    try:
+        assert record_load_plan(Toy(dropped), specs_of(q=(4, 6), k=(2, 6))).unread == {"k"}
+    finally:
+        gc.enable()
+
+
+def test_what_is_unread_stays_so_in_plans_made_of_a_plan() -> None:
+    plan = record_load_plan(Toy(ignored), specs_of(q=(4, 6), k=(2, 6)))
+    assert plan.without(["q"]).unread == plan.summary().unread == {"k"}
+    assert with_probed_places(Toy(ignored), plan, []).unread == {"k"}

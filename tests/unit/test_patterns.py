@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from trainer_hooks.patterns import listed, patterns_of
+from vllm_delta_snapshot.patterns import listed, patterns_of
 
 LAYERS = [f"model.layers.{layer}.mlp.weight" for layer in range(12)]
 FREQS = [f"model.layers.{layer}.rotary_emb.inv_freq" for layer in range(12)]

@@ -27,7 +27,6 @@ from vllm_delta_snapshot.errors import (
     ObjectNotFound,
     RunMismatch,
     SourceError,
-    TensorRefused,
     UnsupportedFormat,
 )
 
@@ -184,7 +183,7 @@ def test_weights_changed_by_something_else_are_found_before_the_next_update(serv
         weight.detach().copy_(kept)
 
 
-def test_tensor_without_a_place_is_refused_at_init_unless_skippable(served: Engine, base: Path, tmp_path: Path) -> None:
+def test_tensor_that_the_loader_passes_over_is_left_out(served: Engine, base: Path, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -192,8 +191,10 @@ def test_tensor_without_a_place_is_refused_at_init_unless_skippable(served: Engi
     shutil.copytree(base, other)
     tensors = load_file(other / "model.safetensors")
     # A name that vLLM's loader passes over in silence.
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16, dtype=torch.bfloat16)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors[name] = torch.ones(16, dtype=torch.bfloat16)
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(TensorRefused, match=r"rotary_emb\.inv_freq.*skip"):
-        served.init(checkpoint=str(other))
+    served.init(checkpoint=str(other))
+    assert served.backend._fitness.choices[name].way == "unread"
     served.init(checkpoint=str(other), skip=["*rotary_emb.inv_freq"])
+    assert served.backend._fitness.choices[name].way == "skip"

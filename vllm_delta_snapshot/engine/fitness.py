@@ -30,12 +30,13 @@ from vllm_delta_snapshot.engine.load_plan import LoadPlan, PlanSummary, record_l
 from vllm_delta_snapshot.engine.log import logger
 from vllm_delta_snapshot.engine.moving import refuse_moving
 from vllm_delta_snapshot.engine.reload import ReloadPlan, out_of_reach, prove_reload, watched_loaders
-from vllm_delta_snapshot.engine.ways import Choice, Way, summary_of, table_of
+from vllm_delta_snapshot.engine.unread import choose_unread, unread_by_all
+from vllm_delta_snapshot.engine.ways import Choice, Way, refuse_tensors, summary_of, table_of
 from vllm_delta_snapshot.errors import ApplyError, BaseMismatch, TensorRefused
 from vllm_delta_snapshot.stage.mapping import map_update
 from vllm_delta_snapshot.types import Positions, TensorPatch, TensorSpec, position_dtype
 
-__all__ = ["Fitness", "check_fitness", "check_live_bits", "check_memory", "choose_ways", "refuse_tensors"]
+__all__ = ["Fitness", "check_fitness", "check_live_bits", "check_memory", "choose_ways"]
 
 _SAMPLE_BLOCKS: Final = 16
 _SAMPLE_BLOCK: Final = 256
@@ -63,7 +64,7 @@ class Fitness:
     @property
     def skipped(self) -> frozenset[str]:
         """The tensors that updates leave out."""
-        return frozenset(name for name, choice in self.choices.items() if choice.way == "skip")
+        return frozenset(name for name, choice in self.choices.items() if choice.way in ("skip", "unread"))
 
     def refreshed(self, model: torch.nn.Module, config: Any = None) -> Fitness:
         """Return this with a current plan: recorded again if the model's tensors were re-created since.
@@ -144,19 +145,21 @@ def check_fitness(
         failure = error
     agree(failure)
     summaries: list[PlanSummary] = gather_from_workers(plan.summary(reloads))
+    unread = unread_by_all(summaries)
     rearranged = [
         spec
         for spec in checkpoint.specs.values()
-        if why_no_place(spec, summaries)
+        if spec.name not in unread
+        and why_no_place(spec, summaries)
         and not any(spec.name in s.problems or spec.name in s.reloads for s in summaries)
     ]
     if rearranged:
         plan = with_probed_places(model, plan, rearranged)
         summaries = gather_from_workers(plan.summary(reloads))
-    choices = choose_ways(summaries, checkpoint.specs, skip, way)
+    choices = choose_ways(summaries, checkpoint.specs, skip, way, choose_unread(unread, checkpoint, config))
     if refuses:
         refuse_tensors(choices)
-    plan = plan.without(name for name, choice in choices.items() if choice.way in ("skip", "refused"))
+    plan = plan.without(name for name, choice in choices.items() if choice.way in ("skip", "unread", "refused"))
     compared = 0
     try:
         compared = check_live_bits(plan, checkpoint) if are_weights_as_loaded else 0
@@ -219,7 +222,11 @@ def _reload_reasons(
 
 
 def choose_ways(
-    summaries: Sequence[PlanSummary], specs: Mapping[str, TensorSpec], skip: Iterable[str], way: Way
+    summaries: Sequence[PlanSummary],
+    specs: Mapping[str, TensorSpec],
+    skip: Iterable[str],
+    way: Way,
+    unread: Mapping[str, Choice] | None = None,
 ) -> dict[str, Choice]:
     """Choose for every tensor.
 
@@ -228,6 +235,7 @@ def choose_ways(
         specs: the tensors of the checkpoint.
         skip: patterns of names that the user declared skippable.
         way: how plain weights are written.
+        unread: the choices for tensors that no worker's loader reads.
 
     Returns:
         The choice for each tensor, by name.
@@ -245,25 +253,8 @@ def choose_ways(
         elif any(fnmatchcase(name, pattern) for pattern in patterns):
             choices[name] = Choice("skip", reason)
         else:
-            choices[name] = Choice("refused", reason)
+            choices[name] = (unread or {}).get(name, Choice("refused", reason))
     return choices
-
-
-def refuse_tensors(choices: Mapping[str, Choice]) -> None:
-    """Check that no tensor is left without a way.
-
-    Raises:
-        TensorRefused: names those that are.
-    """
-    refused = {name: choice.reason for name, choice in choices.items() if choice.way == "refused"}
-    if refused:
-        listed = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:5])
-        more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
-        raise TensorRefused(
-            f"{len(refused)} tensors of the checkpoint have no exact place in this engine",
-            tensor=listed + more,
-            hint='If the engine rightly has no use for them, name them in init_info: {"skip": ["pattern*"]}.',
-        )
 
 
 def why_no_place(spec: TensorSpec, summaries: Sequence[PlanSummary]) -> str | None:
@@ -277,7 +268,7 @@ def why_no_place(spec: TensorSpec, summaries: Sequence[PlanSummary]) -> str | No
     if covered == spec.numel:
         return None
     if covered == 0:
-        return "the engine does not load it, or converts it on the way"
+        return "the engine's loader copies none of it to where it could be patched, but reads it, or puts it aside"
     return f"the engine copies {covered} of its {spec.numel} elements"
 
 

@@ -36,11 +36,13 @@ class PlanSummary:
         boxes: by checkpoint name, which elements have an exact place there, and how many they are.
         problems: why a tensor has none.
         reloads: by checkpoint name, the layer that is reloaded when the tensor changes.
+        unread: what the loader never read there.
     """
 
     boxes: Mapping[str, frozenset[tuple[Box, int]]]
     problems: Mapping[str, str]
     reloads: Mapping[str, str] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,14 @@ class LoadPlan:
         storages: the live storages that the places number.
         problems: by checkpoint name, why a tensor has no exact place.
         fingerprint: where the model's tensors lay when this was recorded.
+        unread: by checkpoint name, what the loader was given and never read.
     """
 
     places: PlaceMap = field(default_factory=lambda: PlaceMap({}))
     storages: Sequence[LiveStorage] = ()
     problems: Mapping[str, str] = field(default_factory=dict)
     fingerprint: Fingerprint = ()
+    unread: frozenset[str] = frozenset()
 
     def is_current(self, model: torch.nn.Module) -> bool:
         """Say whether the model's tensors still lie where they lay; else the places point into dead memory."""
@@ -79,7 +83,7 @@ class LoadPlan:
         """Return a plan in which these tensors have no places."""
         left_out = frozenset(names)
         pieces = {name: pieces for name, pieces in self.places.pieces.items() if name not in left_out}
-        return LoadPlan(PlaceMap(pieces), self.storages, self.problems, self.fingerprint)
+        return LoadPlan(PlaceMap(pieces), self.storages, self.problems, self.fingerprint, self.unread)
 
     def summary(self, reloads: Mapping[str, str] | None = None) -> PlanSummary:
         """Return the plan without places, to tell other workers.
@@ -92,7 +96,7 @@ class LoadPlan:
             for name, pieces in self.places.pieces.items()
             if self.is_exact(name)
         }
-        return PlanSummary(boxes, dict(self.problems), dict(reloads or {}))
+        return PlanSummary(boxes, dict(self.problems), dict(reloads or {}), self.unread)
 
 
 def fingerprint_of(model: torch.nn.Module) -> Fingerprint:
@@ -141,7 +145,8 @@ def record_load_plan(
             hint="This model cannot be updated in place.",
         )
     exact = {name: pieces for name, pieces in recorder.pieces.items() if name not in recorder.problems}
-    return LoadPlan(PlaceMap(exact), live.storages, recorder.problems, fingerprint)
+    unread = stand_ins.unread(name for name in specs if not recorder.concerns(name))
+    return LoadPlan(PlaceMap(exact), live.storages, recorder.problems, fingerprint, unread)
 
 
 def with_probed_places(model: Any, plan: LoadPlan, specs: Iterable[TensorSpec]) -> LoadPlan:
@@ -163,7 +168,7 @@ def with_probed_places(model: Any, plan: LoadPlan, specs: Iterable[TensorSpec]) 
             pieces.pop(spec.name, None)
         elif found:
             pieces[spec.name] = found
-    return LoadPlan(PlaceMap(pieces), live.storages, problems, plan.fingerprint)
+    return LoadPlan(PlaceMap(pieces), live.storages, problems, plan.fingerprint, plan.unread)
 
 
 def _put_back(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> list[str]:

@@ -9,13 +9,18 @@ view of a live tensor becomes a piece of the plan; anything else is a problem of
 from __future__ import annotations
 
 import bisect
+import contextlib
+import ctypes
+import gc
 import mmap
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vllm_delta_snapshot.engine.bits import flat_storage, torch_dtype_of
 from vllm_delta_snapshot.stage.places import Piece, Segment
@@ -97,7 +102,7 @@ class StandIns:
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._maps: list[mmap.mmap] = []
+        self._maps: dict[str, mmap.mmap] = {}
         ranges: list[tuple[int, int, str]] = []
         for spec in specs:
             dtype = torch_dtype_of(spec.element.torch_name)
@@ -106,8 +111,10 @@ class StandIns:
                 continue
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
             memory = mmap.mmap(-1, spec.num_bytes, flags=flags)
+            with contextlib.suppress(AttributeError, OSError):  # or one read page would count for its neighbours
+                memory.madvise(mmap.MADV_NOHUGEPAGE)
             tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(spec.shape)
-            self._maps.append(memory)
+            self._maps[spec.name] = memory
             self.tensors[spec.name] = tensor
             ranges.append((tensor.data_ptr(), tensor.data_ptr() + spec.num_bytes, spec.name))
         self._ranges = sorted(ranges)
@@ -122,6 +129,32 @@ class StandIns:
         if place < 0 or address >= self._ranges[place][1]:
             return None
         return self._ranges[place][2], address - self._ranges[place][0]
+
+    def unread(self, names: Iterable[str]) -> frozenset[str]:
+        """Return which of some tensors a loader that has ended never read, in whatever way, and did not put aside.
+
+        The memory tells: no page of it is there. Where the system does not say so, nothing is returned. Gives these
+        stand-ins up.
+        """
+        left: dict[str, weakref.ref[mmap.mmap]] = {}
+        for name in names:
+            if name in self._maps and not _is_touched(self.tensors[name]):
+                left[name] = weakref.ref(self._maps[name])
+                del self.tensors[name], self._maps[name]
+        if any(memory() is not None for memory in left.values()):
+            gc.collect()
+        return frozenset(name for name, memory in left.items() if memory() is None)
+
+
+def _is_touched(tensor: torch.Tensor) -> bool:
+    """Say whether any page of a mapped tensor's memory was ever read or written, or that cannot be told."""
+    size = tensor.nbytes
+    pages = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
+    try:
+        failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(size), pages)
+    except (AttributeError, OSError):
+        return True
+    return bool(failed) or any(bytes(pages))
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own base is untyped
@@ -143,9 +176,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._stand_ins = stand_ins
         self._live = live
         self._blank: set[str] = set()
+        self._used: set[str] = set()
+
+    def concerns(self, name: str) -> bool:
+        """Say whether the loader did anything with a tensor but look at it from another side.
+
+        What is kept from happening, and what comes to a tensor without memory, reads nothing; it counts all the same.
+        """
+        return name in self._used or name in self.problems
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not _is_view(func):
+            given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+            self._used.update(found[0] for found in map(self._stand_ins.find, given) if found)
         all_written = written_by(func, args, kwargs)
         written = [tensor for tensor in all_written if self._live.holds(tensor)]
         if not written:
@@ -219,6 +263,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             for piece in pieces:
                 if piece.storage == number and piece.extent[0] <= last and piece.extent[1] >= first:
                     self.problems.setdefault(name, reason)
+
+
+def _is_view(func: Any) -> bool:
+    """Say whether an operation only returns other views of what it is given."""
+    returns = func._schema.returns
+    return bool(returns) and all(of.alias_info is not None and not of.alias_info.is_write for of in returns)
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
