@@ -56,10 +56,6 @@ class Unsourced:
     refused: tuple[str, ...] = ()
     hint: str = ""
 
-    def names(self) -> list[str]:
-        """Return all that is accounted for without the source."""
-        return [*self.kept, *self.copies.values()]
-
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Unsourced:
         """Return what `dataclasses.asdict` made fields of, also after a way through JSON."""
@@ -99,7 +95,8 @@ def find_unsourced(sourced: Collection[str], base: Checkpoint, patterns: Collect
         tie = None  # what has both takes them for two, as loaders do
     followed = [] if tie is None else [name for name in tie.names if name not in known and tie.other(name) in known]
     kept = tuple(n for n in missing if n not in followed and any(fnmatchcase(n, p) for p in patterns))
-    lost = [name for name in missing if name not in kept and name not in followed]
+    allowed = {*kept, *followed}
+    lost = [name for name in missing if name not in allowed]
     copies = {} if tie is None else {tie.other(name): name for name in followed}
     if lost:
         return Unsourced(kept, copies, None, *_refusal(lost, known, base))
@@ -164,7 +161,8 @@ def refuse_sourced(seen: Iterable[str], unsourced: Unsourced) -> None:
     Raises:
         SourceError: it does not.
     """
-    counts = Counter(name for name in seen if name in {*unsourced.names()})
+    watched = {*unsourced.kept, *unsourced.copies.values()}
+    counts = Counter(name for name in seen if name in watched)
     came = [name for name, count in counts.items() if count > 1]
     if came:
         raise SourceError(
@@ -194,9 +192,10 @@ def _tell(kept: Collection[str], copies: Mapping[str, str], patterns: Collection
             elements,
             listed(kept),
         )
+    left = frozenset(kept)
     for pattern in patterns:
         matched = [name for name in base.specs if fnmatchcase(name, pattern)]
-        published = [name for name in matched if name not in kept]
+        published = [name for name in matched if name not in left]
         if not matched:
             logger.warning("unsourced: %r matches no tensor of the base checkpoint", pattern)
         elif published:

@@ -88,7 +88,9 @@ def role_of(name: str) -> Role | None:
 def counterpart_of(name: str, names: Iterable[str]) -> str | None:
     """Return the embedding of a head, or the head of an embedding; ``None`` if there is none, or several."""
     wanted = {"head": "embedding", "embedding": "head"}.get(role_of(name) or "")
-    found = [other for other in names if wanted is not None and role_of(other) == wanted]
+    if wanted is None:
+        return None
+    found = [other for other in names if role_of(other) == wanted]
     return found[0] if len(found) == 1 else None
 
 
