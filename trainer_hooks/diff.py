@@ -112,7 +112,7 @@ def pieces(spec: TensorSpec, baseline: Bits, tensor: torch.Tensor) -> Iterator[P
         SourceError: shape or dtype do not fit (see `check_castable`).
     """
     check_castable(spec, tensor)
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().resolve_neg().reshape(-1)  # a lazily negated tensor has no bits to look at
     for start in range(0, max(1, spec.numel), PIECE_ELEMENTS):
         end = start + PIECE_ELEMENTS
         yield Piece(spec, start, baseline[start:end], flat[start:end], end >= spec.numel)

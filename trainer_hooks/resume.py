@@ -24,6 +24,7 @@ from vllm_delta_snapshot.errors import (
     ObjectExists,
     ObjectNotFound,
     RunMismatch,
+    SourceError,
     StoreError,
     UnsupportedFormat,
     VerifyError,
@@ -171,14 +172,26 @@ def _create_run(folder: RunFolder, base: Checkpoint, base_digest: str, encodings
 
 
 def _check_base(folder: RunFolder, run: RunInfo, base: Checkpoint, base_digest: str) -> None:
-    if run.base.state_digest != base_digest or dict(run.specs()) != base.specs:
+    file = f"{folder.store.uri}/{layout.RUN_KEY}"
+    if run.base.state_digest != base_digest:
         raise RunMismatch(
             "the folder belongs to a run with another base checkpoint",
-            file=f"{folder.store.uri}/{layout.RUN_KEY}",
+            file=file,
             expected=f"{base.folder} with state digest {base_digest}",
             found=f"{run.base.name} with state digest {run.base.state_digest} (run {run.run_id})",
             hint="Give every run a sync_dir of its own, or the base it was started with.",
         )
+    try:
+        base.check_fits(dict(run.specs()), what="run.json")
+    except SourceError as error:
+        # Names are part of the digest: a run that has the same digest and other names was changed afterwards.
+        raise RunMismatch(
+            "the run's table of tensors is not that of the base checkpoint, whose state digest it has",
+            file=file,
+            expected=f"the tensors of {base.folder}",
+            found=error.found,
+            hint="run.json was changed after the run was started: restore it from a copy (docs/operations.md).",
+        ) from error
 
 
 def _replay(folder: RunFolder, baseline: Baseline, plan: ChainPlan) -> None:

@@ -20,6 +20,7 @@ from typing import Final, Literal
 from pydantic import Field
 
 from vllm_delta_snapshot.errors import (
+    CorruptFile,
     DeltaSnapshotError,
     FormatError,
     ObjectExists,
@@ -28,6 +29,7 @@ from vllm_delta_snapshot.errors import (
     StageError,
     StoreError,
 )
+from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.layout import ACKS_FOLDER, MAX_VERSION
 from vllm_delta_snapshot.format.run import RunId
 from vllm_delta_snapshot.format.wire import WireModel
@@ -124,7 +126,7 @@ class Acknowledger:
 
 
 def read_acknowledgements(
-    store: Store, run_id: str, samplers: Iterable[str] | None = None
+    store: Store, run_id: str, samplers: Iterable[str] | None = None, *, newest: int | None = None
 ) -> dict[str, Acknowledgement]:
     """Return what each sampler said last, by name; without those that said nothing yet.
 
@@ -132,9 +134,11 @@ def read_acknowledgements(
         store: the run's.
         run_id: the run.
         samplers: their names; by default all that have said something.
+        newest: the run's newest version, if the caller knows it: nobody can serve a later one.
 
     Raises:
         RunMismatch: one is of another run.
+        CorruptFile: one is of another sampler than its folder, or of a version that does not exist.
         FormatError: one cannot be read.
         StoreUnavailable: try again.
     """
@@ -142,13 +146,8 @@ def read_acknowledgements(
         samplers = [name for name in store.list(ACKS_FOLDER) if _SAMPLER.fullmatch(name)]
     found = {name: _newest(store, check_sampler(name)) for name in samplers}
     for name, said in found.items():
-        if said is not None and said.run_id != run_id:
-            raise RunMismatch(
-                "an acknowledgement belongs to another run",
-                file=f"{store.uri}/{ACKS_FOLDER}/{name}",
-                expected=f"run {run_id}",
-                found=f"run {said.run_id}",
-            )
+        if said is not None:
+            _check(said, name, run_id, newest, file=f"{store.uri}/{ACKS_FOLDER}/{name}")
     return {name: said for name, said in found.items() if said is not None}
 
 
@@ -183,6 +182,10 @@ def wait_applied(
             failure = error  # the sampler removed it since it was listed
         lagging = [name for name in names if name not in said or said[name].version < version]
         if failure is None and not lagging:
+            ahead = [name for name in names if said[name].version > version]
+            newest = max(version, _newest_version(store)) if ahead else version
+            for name in ahead:
+                _check(said[name], name, run_id, newest, file=f"{store.uri}/{ACKS_FOLDER}/{name}")
             return said
         if time.monotonic() >= deadline:
             raise StageError(
@@ -197,6 +200,33 @@ def wait_applied(
             ) from failure
         time.sleep(min(wait_s, max(0.0, deadline - time.monotonic())))
         wait_s = min(2 * wait_s, longest_s)
+
+
+def _check(said: Acknowledgement, sampler: str, run_id: str, newest: int | None, *, file: str) -> None:
+    """Believe nothing that cannot be: another run, another sampler, a version that does not exist."""
+    hint = f"Delete {file}; the sampler's follower, if it lives, says anew what it serves with its next version."
+    if said.run_id != run_id:
+        expected, found = f"run {run_id}", f"run {said.run_id}"
+        raise RunMismatch(
+            "an acknowledgement belongs to another run", file=file, expected=expected, found=found, hint=hint
+        )
+    if said.sampler != sampler:
+        raise CorruptFile(
+            "an acknowledgement is of another sampler", file=file, expected=sampler, found=said.sampler, hint=hint
+        )
+    if newest is not None and said.version > newest:
+        raise CorruptFile(
+            "an acknowledgement is of a version that does not exist",
+            file=file,
+            expected=f"version {newest} at most",
+            found=f"version {said.version}",
+            hint=hint,
+        )
+
+
+def _newest_version(store: Store) -> int:
+    numbers = map(layout.version_of_key, store.list(layout.VERSIONS_FOLDER))
+    return max((number for number in numbers if number is not None), default=0)
 
 
 def _newest(store: Store, sampler: str) -> Acknowledgement | None:

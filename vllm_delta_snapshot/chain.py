@@ -119,8 +119,10 @@ def plan_steps(existing: Iterable[int], base_version: int, version: int, shortcu
     if version < base_version:
         raise OutOfOrder(
             "cannot go back to an earlier version",
+            file=layout.version_key(version) if version >= 0 else None,
             expected=f"version {base_version} or later",
             found=f"version {version}",
+            hint="Start from an earlier version, the base or an anchor; an engine goes back with allow_rollback.",
         )
     available = set(existing)
     between = sorted(number for number in available if base_version < number <= version)

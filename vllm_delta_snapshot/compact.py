@@ -9,6 +9,7 @@ and running readers; of two that merge the same versions one wins.
 from __future__ import annotations
 
 import logging
+import shlex
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -75,7 +76,11 @@ def compact(folder: RunFolder, base_version: int, version: int) -> CompactReport
     """
     if version < base_version + 2:
         raise OutOfOrder(
-            "there is nothing to merge", expected="two versions or more", found=f"{base_version} to {version}"
+            "there is nothing to merge",
+            file=folder.store.uri,
+            expected="two versions or more",
+            found=f"{base_version} to {version}",
+            hint=f"See which versions there are: delta-snapshot log {shlex.quote(folder.store.uri)}",
         )
     run = folder.read_run()
     shortcuts = folder.shortcuts()

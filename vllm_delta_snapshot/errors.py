@@ -143,6 +143,21 @@ class DeltaSnapshotError(Exception):
         placed.__cause__ = self
         return placed
 
+    def moved(self, local: str, where: str, *, hint: str) -> DeltaSnapshotError:
+        """Return this error with the store's object in the place of the local copy that it was found in.
+
+        Args:
+            local: the folder of the copies, which may be gone when somebody reads this.
+                Errors without a file are of it.
+            where: what they are copies of.
+            hint: what to do, where it says nothing itself.
+        """
+        file = None if self.file is None else str(self.file)
+        if file is None or file.startswith(local):
+            file = where + (file or local).removeprefix(local)
+        fields = {name: getattr(self, name) for name in ("tensor", "expected", "found")}
+        return type(self)(self.what, file=file, hint=self.hint or hint, **fields)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process borders (a stager's report, an engine's reply); keep the fields with them.
         fields = {key: getattr(self, key) for key in ("file", "tensor", "expected", "found", "hint")}

@@ -95,7 +95,7 @@ def plan_pruning(folder: RunFolder, policy: RetentionPolicy) -> PrunePlan:
         kept_anchors |= set(shortcuts.anchors)
         held_by.append("no anchor can be dropped: one of them is the only way to the newest version")
     limit = newest - policy.keep_versions
-    for name, said in sorted(read_acknowledgements(folder.store, run_id).items()):
+    for name, said in sorted(read_acknowledgements(folder.store, run_id, newest=newest).items()):
         if said.version < limit and _is_live(said, policy.ack_max_age_s):
             limit = said.version
             held_by.append(f"sampler {name} is at version {said.version}")

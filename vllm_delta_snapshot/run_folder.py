@@ -294,7 +294,12 @@ class RunFolder:
         expected = self.read_run().run_id
         if run_id != expected:
             raise RunMismatch(
-                "belongs to another run", file=self._where(key), expected=f"run {expected}", found=f"run {run_id}"
+                "belongs to another run",
+                file=self._where(key),
+                expected=f"run {expected}",
+                found=f"run {run_id}",
+                hint="Whatever wrote it belongs to a run that is not here any more: end it, and move the file away. "
+                "If run.json is the wrong one, restore it from a copy (docs/operations.md).",
             )
 
     def _check_encodings(self, metadata: DeltaMetadata, key: str) -> None:

@@ -165,7 +165,9 @@ class Verifier:
                 f"the merged delta from version {step[0]} to {step[1]} does not lead from one to the other",
                 expected=f"state digests {ends[0]} and {ends[1]}",
                 found=f"state digests {found[0]} and {found[1]}",
-                file=f"{self._folder.store.uri}/{record.folder}",
+                file=f"{self._folder.store.uri}/{layout.merged_key(*step)}",
+                hint="Delete that record: it is a shortcut, and its versions lead the same way. "
+                "Then: delta-snapshot compact",
             )
         self._open(record)
         return record.payload_bytes
@@ -203,6 +205,7 @@ def check_link(record: VersionRecord, version: int, state_digest: str) -> None:
     if record.version != version + 1:
         raise BrokenChain(
             f"nothing leads to version {record.version}",
+            file=layout.version_key(version + 1),
             expected=f"version {version + 1}",
             found="it is missing",
             hint="Engines that have not passed this gap cannot cross it.",
@@ -210,8 +213,10 @@ def check_link(record: VersionRecord, version: int, state_digest: str) -> None:
     if (record.base_version, record.base_state_digest) != (version, state_digest):
         raise BaseMismatch(
             f"version {record.version} does not continue version {version}",
+            file=layout.version_key(record.version),
             expected=f"base version {version} with state digest {state_digest}",
             found=f"base version {record.base_version} with state digest {record.base_state_digest}",
+            hint="One of the two records is not what was committed: restore it from a copy (docs/operations.md).",
         )
 
 

@@ -26,6 +26,7 @@ from tests.support.follower import follower
 from tests.support.waiting import eventually
 
 TIMEOUT_S = 300
+FLAGS = ("--switch-run",)  # options without a value
 
 
 @dataclass
@@ -152,16 +153,20 @@ class Reading:
         words = part.words()
         if words[:2] != ["delta-snapshot", "follow"]:
             return ""
-        options = dict(zip(words[2::2], words[3::2], strict=True))
+        flags = [word for word in words[2:] if word in FLAGS]
+        paired = [word for word in words[2:] if word not in FLAGS]
+        options = dict(zip(paired[::2], paired[1::2], strict=True))
         sync_dir, server = options.pop("--sync-dir"), options.pop("--server", self.desk.server())
         options.pop("--listen", None)
         log = self.desk.here / f"follow-{len(list(self.desk.here.iterdir()))}.log"
-        rest = [word for option in options.items() for word in option]
+        rest = [*(word for option in options.items() for word in option), *flags]
         with self._environment(block), follower(sync_dir, server, log, *rest) as process:
             eventually(lambda: process.is_ready)
             process.terminate()
             assert process.wait() == part.status, process.log
-            return process.log
+        if flags:
+            self.desk.bring_back(server)
+        return process.log
 
     def _compare(self, block: Block) -> None:
         """Check that what is shown right behind a command still has the words that the command prints."""

@@ -20,7 +20,7 @@ from tests.support.object_stores import ObjectServer, fake_gcs, free_port, minis
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.anchor import write_anchor
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.drive import ServerClient
+from vllm_delta_snapshot.drive import DeltaSync, ServerClient
 from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
@@ -70,6 +70,20 @@ class World:
         return folder
 
     @cached_property
+    def another_run(self) -> Path:
+        """Another run of the same base, with one version."""
+        folder = self.folder / "another-run"
+        model = make_tiny_model()
+        with (
+            DeltaPublisher(model, sync_dir=str(folder), base=self.base, asynchronous=False) as publisher,
+            torch.no_grad(),
+        ):
+            for weight in model.parameters():
+                weight.neg_()
+            publisher.publish()
+        return folder
+
+    @cached_property
     def demo(self) -> Path:
         """What `make demo` leaves, of a smaller model."""
         folder = self.folder / "demo_out"
@@ -107,6 +121,7 @@ class World:
             (root / "scratch").mkdir()
             (root / "models" / "base").symlink_to(self.base)
             shutil.copytree(self.run, root / "shared" / "run-1")
+            shutil.copytree(self.another_run, root / "shared" / "run-2")
         desk = Desk(self, root, self.folder / f"at-{name}")
         desk.here.mkdir()
         shutil.copytree(self.demo, desk.here / "demo_out", symlinks=True)
@@ -156,6 +171,12 @@ class Desk:
         """Have the servers follow the run in the bucket instead of the one in the folder."""
         for url in self.world.servers:
             ServerClient(url).init(sync_dir=f"{scheme}://{self.bucket(scheme)}/run-1")
+
+    def bring_back(self, server: str) -> None:
+        """Have a server that was moved to the other run follow this one again: the other blocks are about it."""
+        run = RunFolder(open_store(self.sync_dir))
+        fleet = DeltaSync([server], sync_dir=self.sync_dir, switch_run=True)
+        fleet.sync(run.newest(), run_id=run.read_run().run_id).check()
 
     def _upload(self, uri: str, environment: Mapping[str, str]) -> None:
         with pytest.MonkeyPatch.context() as patched:

@@ -232,6 +232,7 @@ def test_wait_ends_when_the_last_sampler_has_said_it(store: PosixStore):
 
     def samplers() -> None:
         assert looked.wait(30)
+        store.create("versions/00000009.json", b"{}")
         acknowledge(store, a=7, b=9)
 
     thread = threading.Thread(target=samplers)

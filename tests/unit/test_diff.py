@@ -166,6 +166,8 @@ def grid() -> torch.Tensor:
         pytest.param(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last) + 1, id="channels last"),
         pytest.param(grid().requires_grad_(), id="with gradient"),
         pytest.param(torch.nn.Parameter(grid()), id="parameter"),
+        pytest.param(torch._neg_view(grid()), id="lazily negated"),
+        pytest.param(torch.complex(grid(), grid()).conj().imag, id="imaginary part of a conjugate"),
     ],
 )
 def test_diff_of_any_strides_is_that_of_a_contiguous_copy(view: torch.Tensor):

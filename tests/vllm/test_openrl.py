@@ -82,12 +82,10 @@ def test_openrl_folder_is_applied_exactly(tmp_path: Path) -> None:
 
 
 def _refused_while_following(live, base: Path, tmp_path: Path) -> None:
-    from vllm_delta_snapshot.errors import BaseMismatch
-
     model = make_model("qwen3", tmp_path / "again")
     DeltaPublisher(model, sync_dir=str(tmp_path / "run"), base=base)
     # The engine left the base by the folder above, so it cannot follow a run from the base.
-    with pytest.raises(BaseMismatch):
+    with pytest.raises(RunMismatch, match=r"a version of no run.*Restart the engine"):
         live.init(sync_dir=str(tmp_path / "run"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -197,4 +198,16 @@ def test_run_of_another_base_is_refused_before_anything_moves(scene: Scene, tmp_
     with pytest.raises(BaseMismatch, match="neither the base of the run nor one of its versions"):
         scene.go_over(other, version)
     assert scene.live.checksums() == before
+    scene.check(scene.b, 3)
+
+
+def test_run_that_was_begun_anew_in_the_same_folder_is_refused_and_named(scene: Scene, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    scene.b.sync_dir.rename(kept)
+    anew = Run(scene.folder, "b", 400)
+    version = anew.publish()
+    with pytest.raises(RunMismatch, match=r"no longer in its folder: another one was begun there.*Restart the engine"):
+        scene.go_over(anew, version)
+    shutil.rmtree(scene.b.sync_dir)
+    kept.rename(scene.b.sync_dir)
     scene.check(scene.b, 3)

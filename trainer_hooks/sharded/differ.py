@@ -127,6 +127,7 @@ def pieces_of(shard: Shard, segments: Sequence[HeldSegment], flat: torch.Tensor)
             found=f"shape {list(flat.shape)}",
         )
     refuse_unreadable(shard.key, flat)
+    flat = flat.resolve_neg()  # a lazily negated tensor has no bits to look at
     for held in segments:
         check_dtype(held.spec, flat.dtype)
         runs, size = held.segment.runs, held.bits.size

@@ -30,6 +30,7 @@ from trainer_hooks.sharded.source import Shard, ShardSource, completed
 from trainer_hooks.unsourced import Unsourced, check_kept, find_unsourced, unguarded
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import BrokenChain, VerifyError
+from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.digest import add_digests, format_digest
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.replay import opened_start, plan_run, streamed_version
@@ -175,7 +176,13 @@ def _read_base(
 def _check_replayed(replayed: list[JSON], version: int) -> JSON:
     expected = {of_rank["state_digest"] for of_rank in replayed}
     if len(expected) > 1:
-        raise BrokenChain(f"the ranks read different versions {version}", found=", ".join(sorted(expected)))
+        raise BrokenChain(
+            f"the ranks read different versions {version}",
+            file=layout.version_key(version),
+            expected="one state digest",
+            found=", ".join(sorted(expected)),
+            hint="Do all ranks see the same sync_dir? A file system that serves old files to some cannot hold a run.",
+        )
     [digest] = expected
     found = format_digest(add_digests(*(of_rank["digest"] for of_rank in replayed)))
     if found != digest:

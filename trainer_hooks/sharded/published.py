@@ -100,7 +100,11 @@ class ShardPublished:
         logger.warning("a publication was interrupted after its commit; reading the run again")
         bring(self.baseline, folder, base, self.head.version)
         if self.baseline.digest() != self._digest:
-            raise VerifyError("the run does not lead to the state that this rank published", file=folder.store.uri)
+            raise VerifyError(
+                "the run does not lead to the state that this rank published",
+                file=folder.store.uri,
+                hint=f"Find the damage: delta-snapshot verify {folder.store.uri}; then start the trainer again.",
+            )
         self._fingerprints = {}
         self._is_moving = False
         return True

@@ -53,4 +53,6 @@ def _require(are_right: Sequence[bool], lanes: Sequence[LiveLane]) -> None:
         raise VerifyError(
             "a weight does not have the published bits after it was written",
             tensor=", ".join(sorted({run.name for run in wrong[0].lane.runs})[:3]),
+            hint="The old weights are put back. If it happens again, something else writes these weights, or the "
+            "device's memory is damaged.",
         )

@@ -61,6 +61,14 @@ class Following:
         run_id = self.handoff.read_run().run_id
         if moved_to is None:
             return Weights(run_id, self.handoff.start_version, self.handoff.start_digest)
+        if moved_to == NO_LINEAGE:
+            raise RunMismatch(
+                "the weights of this engine are a version of no run: an OpenRL folder was written into them",
+                file=self.sync_dir,
+                expected=f"a version of run {run_id}, or the checkpoint that it starts from",
+                found="weights that nothing here knows",
+                hint="Restart the engine, then initialize it with this sync_dir.",
+            )
         if moved_to.run_id != run_id:
             raise RunMismatch(
                 "the weights of this engine are a version of another run",
@@ -85,7 +93,7 @@ class Following:
         if self._switch is not None and self._switch.sync_dir != sync_dir:
             self.drop_switch()
         if self._switch is None:
-            self._switch = Switch(self.handoff, self._tie(sync_dir, fitness, timeout_s=None), sync_dir)
+            self._switch = Switch(self.handoff, self._tie(sync_dir, fitness, timeout_s=None), sync_dir, self.sync_dir)
 
     def go_over(
         self,

@@ -37,11 +37,13 @@ class Switch:
         old: the tie to the stager of the run that it follows.
         new: the tie to that of the other; it may not be joined yet.
         sync_dir: where that run lies.
+        old_dir: where the run lies that the engine follows.
     """
 
     old: Handoff
     new: Handoff
     sync_dir: str
+    old_dir: str
     _back: PreparedUpdate | None = None
     _ready_for: DeltaSnapshotUpdateInfo | None = None
 
@@ -143,6 +145,15 @@ class Switch:
     def _check_new(self, info: DeltaSnapshotUpdateInfo) -> None:
         self.new.join(0.0)
         run_id = self.new.read_run().run_id
+        if run_id != info.run and self.sync_dir == self.old_dir:
+            raise RunMismatch(
+                "the run that this engine follows is no longer in its folder: another one was begun there",
+                file=self.sync_dir,
+                expected=f"run {info.run}",
+                found=f"it serves a version of run {run_id}, whose deltas back to the checkpoint are gone",
+                hint="Restart the engine, then initialize it again. Give each run a folder of its own: between such "
+                "runs engines are moved without a restart.",
+            )
         if run_id != info.run:
             raise RunMismatch(
                 "another run lies there than the one to go over to",

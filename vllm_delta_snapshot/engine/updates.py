@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.engine.fitness import Fitness
@@ -22,6 +22,10 @@ from vllm_delta_snapshot.stage.places import PlaceMap
 from vllm_delta_snapshot.types import Change, TensorSpec
 
 __all__ = ["Update", "Weights", "find_staged", "find_update", "openrl_update", "staged_update"]
+
+_STAGED_ANEW: Final = (
+    "Delete the stage folder of this host (`stage_dir`) and restart its engines: all of it is made anew."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,9 @@ def staged_update(
     fields: Any = head
     file = str(staged.mapped)
     if fields["run_id"] != run_id:
-        raise RunMismatch("the update belongs to another run", file=file, expected=run_id, found=fields["run_id"])
+        raise RunMismatch(
+            "the update belongs to another run", file=file, expected=run_id, found=fields["run_id"], hint=_STAGED_ANEW
+        )
     expected = (base_version, state_digest, version)
     found = (fields["base_version"], fields["base_state_digest"], fields["version"])
     if found != expected:
@@ -183,6 +189,7 @@ def staged_update(
             file=file,
             expected="version {} with state digest {}, to version {}".format(*expected),
             found="version {} with state digest {}, to version {}".format(*found),
+            hint=_STAGED_ANEW,
         )
     if leads_to is not None and fields["state_digest"] != leads_to:
         raise RunMismatch(

@@ -128,8 +128,10 @@ def find_chain(folders: Sequence[Path], *, version: int | None = None) -> Foreig
         return ForeignChain(FolderKind.OPENRL, None, tuple(ForeignDelta(f, FolderKind.OPENRL) for f in folders))
     raise BrokenChain(
         "these folders make no chain",
+        file=str(folders[0]),
         expected="one SkyRL sync_dir, or deltas of one tool in order",
         found=", ".join(f"{folder.name}: {kind.value}" for folder, kind in zip(folders, kinds, strict=True)),
+        hint="Give one sync_dir, or the folders of one tool's deltas in order.",
     )
 
 

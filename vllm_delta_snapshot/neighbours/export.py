@@ -106,7 +106,13 @@ def export_chain(chain: ForeignChain, base: Checkpoint, out: Path, *, after: int
     version, start = chain.version or 0, chain.base_version or 0
     _check_order(after, version)
     if after < start:
-        raise OutOfOrder("the chain starts later", expected=f"a delta from version {start} or later", found=after)
+        raise OutOfOrder(
+            "the chain starts later",
+            file=str(chain.deltas[0].folder),
+            expected=f"a delta from version {start} or later",
+            found=after,
+            hint=f"Name it: --from {start}",
+        )
     patches = merge_chain(chain, base, after=after)
     planned = plan_openrl_delta(patches, total_elements=base.total_elements, base_model=None, model_id=None)
     return _write(planned, out, after, version)

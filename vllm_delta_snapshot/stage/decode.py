@@ -8,18 +8,20 @@ far when it is resolved: only with the old values can its digest be compared (`r
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from vllm_delta_snapshot.errors import CorruptFile
+from vllm_delta_snapshot.errors import CorruptFile, FormatError
 from vllm_delta_snapshot.format.container import StoredChange, iter_file
 from vllm_delta_snapshot.format.digest import add_digests, format_digest, patch_digest
 from vllm_delta_snapshot.format.metadata import DeltaMetadata, TensorEntry
 from vllm_delta_snapshot.stage.parts import join_parts
 from vllm_delta_snapshot.types import Change, TensorPatch, TensorSpec
 
-__all__ = ["decode", "iter_decoded"]
+__all__ = ["decode", "iter_decoded", "naming"]
 
 
 def decode(
@@ -97,3 +99,19 @@ def _check_state(metadata: DeltaMetadata) -> None:
             expected=f"state digest {metadata.state_digest}",
             found=state,
         )
+
+
+@contextlib.contextmanager
+def naming(local: Path, uri: str, folder: str) -> Iterator[None]:
+    """Have errors name the objects of the store, not the local copies, which are gone when somebody reads of them.
+
+    Args:
+        local: where the copies lie.
+        uri: the store.
+        folder: the folder in it that they were fetched from.
+    """
+    try:
+        yield
+    except FormatError as error:
+        hint = f"See what is damaged: delta-snapshot verify {shlex.quote(uri)}; restore it from a copy of the run."
+        raise error.moved(str(local), f"{uri}/{folder}", hint=hint) from error

@@ -9,6 +9,7 @@ again. Of decoded changes only the newest are kept, within a limit of memory: th
 from __future__ import annotations
 
 import logging
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,13 @@ from pathlib import Path
 from vllm_delta_snapshot.chain import Step, known_way
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import BaseMismatch, DeltaSnapshotError, OutOfOrder
+from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.anchor import AnchorRecord
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.version import DeltaRecord
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.area import StageArea
-from vllm_delta_snapshot.stage.decode import decode
+from vllm_delta_snapshot.stage.decode import decode, naming
 from vllm_delta_snapshot.stage.fetch import fetch
 from vllm_delta_snapshot.stage.jump import write_jump
 from vllm_delta_snapshot.stage.merge import FOLD_CHANGES
@@ -85,6 +87,7 @@ class FetchedVersions:
                 file=str(self._checkpoint.folder),
                 expected=f"version {self._start} or later",
                 found=f"version {base}",
+                hint="Ask for that version or a later one; or start the engine from an earlier checkpoint.",
             )
         known = known_way(self._metadata, base, version)
         if known is not None:
@@ -127,7 +130,7 @@ class FetchedVersions:
             fetch(self._folder.store, record, metadata, self._area.fetched_folder(*step))
             self._records[step] = record
             logger.info("fetched version=%d base=%d bytes=%d", version, base, record.payload_bytes)
-        self._keep(step, decode(metadata, self._area.fetched_folder(*step), self._checkpoint.specs))
+        self._keep(step, self._decode(step, metadata, self._area.fetched_folder(*step)))
         self._metadata[step] = metadata
         self._digests[version] = metadata.state_digest
         self._trim(step)
@@ -167,7 +170,7 @@ class FetchedVersions:
         """Return a delta's changes; decoded again, if it is not one of the newest. Raises: see `load_step`."""
         self.load_step(step)
         if step not in self._decoded:
-            decoded = decode(self._metadata[step], self._files(step), self._checkpoint.specs)
+            decoded = self._decode(step, self._metadata[step], self._files(step))
             self._trim(step)
             if self._decoded and _order(step) < max(map(_order, self._decoded)):
                 return decoded
@@ -194,6 +197,12 @@ class FetchedVersions:
             if version <= oldest:
                 shutil.rmtree(path, ignore_errors=True)
 
+    def _decode(self, step: Step, metadata: DeltaMetadata, local: Path) -> list[Change]:
+        if step not in self._records:  # a jump, made here
+            return decode(metadata, local, self._checkpoint.specs)
+        with naming(local, self._folder.store.uri, self._records[step].folder):
+            return decode(metadata, local, self._checkpoint.specs)
+
     def _jump(self, step: Step) -> DeltaMetadata:
         """Make the delta to an anchor; and if that cannot be had, forget it, so that another way is looked for."""
         try:
@@ -214,15 +223,27 @@ class FetchedVersions:
         if (metadata.base_version, metadata.base_state_digest) != (base, at):
             raise BaseMismatch(
                 f"version {version} does not continue version {base}",
+                file=self._where(step),
+                hint=self._hint(),
                 expected=f"base version {base} with state digest {at}",
                 found=f"base version {metadata.base_version} with state digest {metadata.base_state_digest}",
             )
         if base < version - 1 and metadata.state_digest != (leads_to := self.state_digest(version)):
             raise BaseMismatch(
                 f"the delta from version {base} to {version} leads elsewhere",
+                file=self._where(step),
+                hint=self._hint(),
                 expected=f"state digest {leads_to}",
                 found=f"state digest {metadata.state_digest}",
             )
+
+    def _where(self, step: Step) -> str:
+        base, version = step
+        key = layout.version_key(version) if version == base + 1 else layout.merged_key(base, version)
+        return f"{self._folder.store.uri}/{key}"
+
+    def _hint(self) -> str:
+        return f"See which of them is wrong: delta-snapshot verify {shlex.quote(self._folder.store.uri)}"
 
     def _files(self, step: Step) -> Path:
         self.load_step(step)

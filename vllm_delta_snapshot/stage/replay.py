@@ -8,6 +8,7 @@ does not use this.
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from vllm_delta_snapshot.format.version import DeltaRecord
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.scratch import scratch_folder
 from vllm_delta_snapshot.stage.anchor import fetch_anchor
-from vllm_delta_snapshot.stage.decode import decode, iter_decoded
+from vllm_delta_snapshot.stage.decode import decode, iter_decoded, naming
 from vllm_delta_snapshot.stage.fetch import fetch
 from vllm_delta_snapshot.types import Change, TensorSpec
 
@@ -65,6 +66,7 @@ def check_base(run: RunInfo, base: Checkpoint) -> None:
             file=str(base.folder),
             expected=f"state digest {run.base.state_digest} ({run.base.name})",
             found=f"state digest {base.state_digest}",
+            hint=f"Give the checkpoint that the run was started from: --base {shlex.quote(run.base.name)}",
         )
 
 
@@ -155,7 +157,11 @@ def opened_start(
     """
     if plan.anchor is None:
         if base is None:
-            raise BrokenChain("the way starts from the base checkpoint, which is not at hand", file=folder.store.uri)
+            raise BrokenChain(
+                "the way starts from the base checkpoint, which is not at hand",
+                file=folder.store.uri,
+                hint="Say where the base is: --base FOLDER",
+            )
         yield base
         return
     with scratch_folder(parent=scratch) as temporary:
@@ -178,7 +184,9 @@ def opened_version(
         CorruptFile, UnsupportedFormat, StageError, StoreUnavailable: see `fetch` and `decode`.
     """
     with _fetched(folder, record, scratch) as (metadata, local):
-        yield metadata, decode(metadata, local, specs)
+        with naming(local, folder.store.uri, record.folder):
+            changes = decode(metadata, local, specs)
+        yield metadata, changes
 
 
 @contextlib.contextmanager
@@ -204,7 +212,19 @@ def streamed_entries(
         CorruptFile, UnsupportedFormat, StageError, StoreUnavailable: see `fetch` and `iter_decoded`.
     """
     with _fetched(folder, record, scratch) as (metadata, local):
-        yield ((metadata.tensors[place], change) for place, change in iter_decoded(metadata, local, specs))
+        yield _entries(folder, record, metadata, local, specs)
+
+
+def _entries(
+    folder: RunFolder, record: DeltaRecord, metadata: DeltaMetadata, local: Path, specs: Mapping[str, TensorSpec]
+) -> Iterator[tuple[TensorEntry, Change]]:
+    decoded = iter_decoded(metadata, local, specs)
+    while True:
+        with naming(local, folder.store.uri, record.folder):
+            found = next(decoded, None)
+        if found is None:
+            return
+        yield metadata.tensors[found[0]], found[1]
 
 
 @contextlib.contextmanager

@@ -204,6 +204,7 @@ class Stager:
                     f"version {version} is missing",
                     file=f"{self._config.sync_dir}/{layout.version_key(version)}",
                     found=f"version {existing[-1]} exists",
+                    hint="Restore the record from a copy (docs/operations.md); delete what is beyond, if it is stray.",
                 )
         except DeltaSnapshotError as error:
             self._report(version, error)

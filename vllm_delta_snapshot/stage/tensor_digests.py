@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import BaseMismatch, ChainError, OutOfOrder
+from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.digest import add_digests, format_digest, tensor_digest
 from vllm_delta_snapshot.stage.fetched import FetchedVersions
 
@@ -40,6 +41,8 @@ class TensorDigests:
         if version < self._version:
             raise OutOfOrder(
                 "nothing is known of versions before the engine's checkpoint",
+                file=str(self._checkpoint.folder),
+                hint="Ask for that version or a later one; or start the engine from an earlier checkpoint.",
                 expected=f"version {self._version} or later",
                 found=f"version {version}",
             )
@@ -64,6 +67,8 @@ class TensorDigests:
             if found != metadata.state_digest:
                 raise BaseMismatch(
                     f"version {metadata.version} does not lead to the state it claims",
+                    file=layout.version_key(metadata.version),
+                    hint="Find the damage: delta-snapshot verify SYNC_DIR",
                     expected=f"state digest {metadata.state_digest}",
                     found=f"state digest {found}",
                 )

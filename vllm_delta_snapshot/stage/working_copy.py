@@ -158,7 +158,11 @@ class WorkingCopy:
 
     def _known(self) -> Checkpoint:
         if self._checkpoint is None or self.at is None:
-            raise BrokenChain("there is no version to go on from", file=self._folder.store.uri)
+            raise BrokenChain(
+                "there is no version to go on from",
+                file=self._folder.store.uri,
+                hint="Say where the base is: --base FOLDER",
+            )
         return self._checkpoint
 
     @staticmethod
