@@ -7,51 +7,47 @@ is one, else every ``*.safetensors`` in the folder.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Final
 
+from vllm_delta_snapshot.base_folder import INDEX_NAME, find_base, weight_files
 from vllm_delta_snapshot.dtypes import Bits
-from vllm_delta_snapshot.errors import CorruptFile, FormatError, ObjectNotFound, SourceError
+from vllm_delta_snapshot.errors import CorruptFile, SourceError, StoreError
 from vllm_delta_snapshot.format.digest import format_digest, state_digest
-from vllm_delta_snapshot.format.layout import check_file_name
-from vllm_delta_snapshot.format.metadata import MAX_METADATA_BYTES
 from vllm_delta_snapshot.format.safetensors_io import MappedFile
-from vllm_delta_snapshot.regular_file import read_bounded
 from vllm_delta_snapshot.traffic import COPIED, count_bytes
 from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["INDEX_NAME", "Checkpoint"]
-
-INDEX_NAME: Final = "model.safetensors.index.json"
 
 
 class Checkpoint:
     """See the module.
 
     Args:
-        folder: a local folder with safetensors files.
+        folder: a local folder with safetensors files, or a Hub id that the local cache has (`find_base`).
 
     Attributes:
-        folder: the folder.
+        folder: the folder, absolute.
         specs: the tensors by name.
 
     Raises:
-        ObjectNotFound: no such folder, or no safetensors files in it.
+        ObjectNotFound: no such folder, or no safetensors files in it, or some are missing.
+        StoreError: it may not be read.
         CorruptFile, UnsupportedFormat: a file is damaged, or has element types that cannot be patched.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).expanduser()
-        self.files = [MappedFile(path) for path in _weight_files(self.folder)]
+        self.folder = find_base(folder)
+        self.files = [_mapped(path) for path in weight_files(self.folder)]
         self.specs: dict[str, TensorSpec] = {}
         self._file_of: dict[str, MappedFile] = {}
         for file in self.files:
             for name, spec in file.specs.items():
                 if name in self.specs:
-                    raise CorruptFile("tensor lies in two files", file=str(file.path), tensor=name)
+                    raise _doubled(name, self._file_of[name].path, file.path)
                 self.specs[name] = spec
                 self._file_of[name] = file
 
@@ -106,30 +102,25 @@ class Checkpoint:
             )
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise ObjectNotFound(
-            "no such checkpoint folder", file=str(folder), hint="Give a local folder with safetensors files."
-        )
-    index = folder / INDEX_NAME
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(read_bounded(index, MAX_METADATA_BYTES))["weight_map"].values()))
-            return [folder / check_file_name(name) for name in names]
-        except FormatError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CorruptFile("not a safetensors index", file=str(index), found=error) from error
-    files = sorted(path for path in folder.glob("*.safetensors") if _is_weights(path))
-    if not files:
-        raise ObjectNotFound(
-            "no safetensors files in the checkpoint",
-            file=str(folder),
-            hint="Write it with model.save_pretrained(folder), which saves safetensors.",
-        )
-    return files
+def _mapped(path: Path) -> MappedFile:
+    try:
+        return MappedFile(path)
+    except PermissionError as error:
+        raise StoreError(
+            "the checkpoint may not be read",
+            file=str(path),
+            found=error.strerror,
+            hint=f"Give uid {os.geteuid()} the right to read it.",
+        ) from error
 
 
-def _is_weights(path: Path) -> bool:
-    # Mistral's checkpoints carry the same weights a second time, under that name and in another layout.
-    return path.is_file() and not path.name.startswith("consolidated")
+def _doubled(name: str, first: Path, second: Path) -> CorruptFile:
+    # Loaders take both, in whatever order, so nobody can say which of them is the weight.
+    return CorruptFile(
+        "tensor lies in two files",
+        file=str(second),
+        tensor=name,
+        expected="every tensor once",
+        found=f"it is in {first.name} and in {second.name}",
+        hint="Remove the file that is not part of this checkpoint, or write it anew: model.save_pretrained(folder).",
+    )
