@@ -131,9 +131,11 @@ class DeltaPublisher(BasePublisher):
         self._device_diff = DeviceDiff(diff_on)
         self._source = source_of(model_or_source, names, skip_frozen=skip_frozen)
         store = open_store(str(sync_dir), single_writer=single_writer)
-        super().__init__(store, conduct, SideUpkeep.of(upkeep, str(sync_dir), str(base), single_writer=single_writer))
-        self._base_model = str(base)
         checkpoint = Checkpoint(base)
+        # Absolute, and so is the store's: both are opened again later, maybe from another working folder.
+        self._base_model = str(checkpoint.folder)
+        side = SideUpkeep.of(upkeep, store.uri, self._base_model, single_writer=single_writer)
+        super().__init__(store, conduct, side)
         lacks = check_fit(self._source.items(checkpoint.specs), checkpoint, self._base_model, patterns)
         if resume_from is not None:
             self.load_state_dict(resume_from)

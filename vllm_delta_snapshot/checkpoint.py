@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """A local Hugging Face checkpoint: its table of tensors and their bits, mapped, not loaded.
 
-The files taken are the ones that vLLM and transformers would take: those of ``model.safetensors.index.json`` if there
-is one, else every ``*.safetensors`` in the folder.
+Where it lies says `base_folder`, and which files are taken `weight_files`. Every tensor is in one file, and those that
+an index names are there.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from vllm_delta_snapshot.base_folder import INDEX_NAME, find_base, weight_files
+from vllm_delta_snapshot.base_folder import find_base, reading
 from vllm_delta_snapshot.dtypes import Bits
-from vllm_delta_snapshot.errors import CorruptFile, SourceError, StoreError
+from vllm_delta_snapshot.errors import CorruptFile, SourceError
 from vllm_delta_snapshot.format.digest import format_digest, state_digest
 from vllm_delta_snapshot.format.safetensors_io import MappedFile
+from vllm_delta_snapshot.hub_cache import INDEX_NAME
 from vllm_delta_snapshot.traffic import COPIED, count_bytes
 from vllm_delta_snapshot.types import TensorSpec
+from vllm_delta_snapshot.weight_files import some, weight_files
 
 __all__ = ["INDEX_NAME", "Checkpoint"]
 
@@ -27,7 +28,7 @@ class Checkpoint:
     """See the module.
 
     Args:
-        folder: a local folder with safetensors files, or a Hub id that the local cache has (`find_base`).
+        folder: a local folder with safetensors files, or a Hub id that the local cache has; see `find_base`.
 
     Attributes:
         folder: the folder, absolute.
@@ -41,7 +42,8 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = find_base(folder)
-        self.files = [_mapped(path) for path in weight_files(self.folder)]
+        files = weight_files(self.folder)
+        self.files = [_mapped(path) for path in files.paths]
         self.specs: dict[str, TensorSpec] = {}
         self._file_of: dict[str, MappedFile] = {}
         for file in self.files:
@@ -50,6 +52,8 @@ class Checkpoint:
                     raise _doubled(name, self._file_of[name].path, file.path)
                 self.specs[name] = spec
                 self._file_of[name] = file
+        if lost := sorted(files.index.keys() - self.specs.keys()):
+            raise _lost(lost, self.folder / INDEX_NAME)
 
     def bits(self, name: str) -> Bits:
         """Return all elements of a tensor, flat: a read-only view of the mapped file."""
@@ -103,15 +107,8 @@ class Checkpoint:
 
 
 def _mapped(path: Path) -> MappedFile:
-    try:
+    with reading(path):
         return MappedFile(path)
-    except PermissionError as error:
-        raise StoreError(
-            "the checkpoint may not be read",
-            file=str(path),
-            found=error.strerror,
-            hint=f"Give uid {os.geteuid()} the right to read it.",
-        ) from error
 
 
 def _doubled(name: str, first: Path, second: Path) -> CorruptFile:
@@ -123,4 +120,14 @@ def _doubled(name: str, first: Path, second: Path) -> CorruptFile:
         expected="every tensor once",
         found=f"it is in {first.name} and in {second.name}",
         hint="Remove the file that is not part of this checkpoint, or write it anew: model.save_pretrained(folder).",
+    )
+
+
+def _lost(names: list[str], index: Path) -> CorruptFile:
+    return CorruptFile(
+        "the index names tensors that none of its files has",
+        file=str(index),
+        tensor=names[0],
+        found=f"{len(names)} missing: {some(names)}",
+        hint="Write or download the checkpoint again.",
     )

@@ -142,7 +142,12 @@ def test_our_side_never_imports_the_trainers():
 
 
 @pytest.mark.parametrize(
-    ("library", "home"), [("zstandard", f"{OURS}.format.encodings.planes"), ("numba", "trainer_hooks.kernel")]
+    ("library", "home"),
+    [
+        ("zstandard", f"{OURS}.format.encodings.planes"),
+        ("numba", "trainer_hooks.kernel"),
+        ("huggingface_hub", f"{OURS}.hub_cache"),
+    ],
 )
 def test_library_is_used_in_one_module(library: str, home: str):
     found = [f for f in ALL if inside(f.target, library)]
@@ -157,7 +162,7 @@ def test_compiler_is_imported_only_when_it_is_asked_for():
     "library",
     [
         *("transformers", "accelerate", "trl", "skyrl", "datasets", "tensorboard", "wandb"),
-        *("matplotlib", "typer", "rich", "boto3", "google", "prometheus_client"),
+        *("matplotlib", "typer", "rich", "huggingface_hub", "boto3", "google", "prometheus_client"),
     ],
 )
 def test_optional_library_is_imported_only_where_it_is_needed(library: str):

@@ -132,7 +132,6 @@ class ShardedPublisher(BasePublisher):
         self._ranks = Ranks(group, timeout_s=timeout_s)
         # Of their own, so that what is said behind the step does not come in between.
         behind = Ranks(group, timeout_s=timeout_s)
-        self._base_model = str(base)
         self._untold: BaseException | None = None
 
         def prepare() -> Store:
@@ -143,7 +142,8 @@ class ShardedPublisher(BasePublisher):
             return open_store(str(sync_dir), single_writer=single_writer)
 
         store = self._ranks.all_do(prepare)
-        side = SideUpkeep.of(upkeep, str(sync_dir), self._base_model, single_writer=single_writer)
+        self._base_model = str(self._base.folder)
+        side = SideUpkeep.of(upkeep, store.uri, self._base_model, single_writer=single_writer)
         super().__init__(store, conduct, side if self._ranks.rank == 0 else None)
         self._folder = RunFolder(store)
 

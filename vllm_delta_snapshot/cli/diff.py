@@ -14,7 +14,7 @@ import typer
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.cli.output import EXIT_PROBLEM, EXIT_USAGE, print_json, print_table, progress_bar, reported
-from vllm_delta_snapshot.cli.targets import base_of_run, open_run_at, split_folder
+from vllm_delta_snapshot.cli.targets import base_at_hand, base_of_run, open_run_at, split_folder
 from vllm_delta_snapshot.compare import Comparison, TensorComparison, compare_checkpoints, compare_versions
 from vllm_delta_snapshot.errors import ObjectNotFound
 from vllm_delta_snapshot.format.layout import RUN_KEY
@@ -40,7 +40,7 @@ class _Version:
         return f"{self.folder.store.uri}@{self.version}"
 
 
-def run(a: str, b: str, base: Path | None, *, as_json: bool) -> None:
+def run(a: str, b: str, base: str | None, *, as_json: bool) -> None:
     """Compare and say what differs. Exits with 1 if anything does, as ``diff`` does."""
     command = f"delta-snapshot diff {a} {b}"
     with reported(as_json=as_json, code=EXIT_USAGE), progress_bar("comparing", as_json=as_json, unit="steps") as bar:
@@ -74,11 +74,11 @@ def _place(target: str) -> _Version | Path:
 
 
 def _compare(
-    a: _Version | Path, b: _Version | Path, base: Path | None, progress: Progress, *, command: str, as_json: bool
+    a: _Version | Path, b: _Version | Path, base: str | None, progress: Progress, *, command: str, as_json: bool
 ) -> Comparison:
     if isinstance(a, _Version) and isinstance(b, _Version) and _is_one_run(a, b):
         return compare_versions(
-            a.folder, a.version, b.version, find_base=lambda: _base_at_hand(a.folder, base), progress=progress
+            a.folder, a.version, b.version, find_base=lambda: base_at_hand(a.folder, base), progress=progress
         )
     with contextlib.ExitStack() as stack:
         made = [_as_checkpoint(place, base, stack, command=command, as_json=as_json) for place in (a, b)]
@@ -89,13 +89,8 @@ def _is_one_run(a: _Version, b: _Version) -> bool:
     return a.folder.read_run().run_id == b.folder.read_run().run_id
 
 
-def _base_at_hand(folder: RunFolder, base: Path | None) -> Checkpoint | None:
-    path = base or Path(folder.read_run().base.name)
-    return Checkpoint(path) if base is not None or path.is_dir() else None
-
-
 def _as_checkpoint(
-    place: _Version | Path, base: Path | None, stack: contextlib.ExitStack, *, command: str, as_json: bool
+    place: _Version | Path, base: str | None, stack: contextlib.ExitStack, *, command: str, as_json: bool
 ) -> Checkpoint:
     """Return a checkpoint; a version is written out for as long as `stack` lasts."""
     if isinstance(place, Path):
@@ -105,7 +100,7 @@ def _as_checkpoint(
         check_base(place.folder.read_run(), checkpoint)
         return checkpoint
     temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="delta-snapshot-"))
-    materialize(place.folder, _base_at_hand(place.folder, base), place.version, Path(temporary) / "made")
+    materialize(place.folder, base_at_hand(place.folder, base), place.version, Path(temporary) / "made")
     return Checkpoint(Path(temporary) / "made")
 
 

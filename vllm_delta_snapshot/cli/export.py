@@ -16,7 +16,7 @@ from vllm_delta_snapshot.neighbours.export import ExportReport, export_chain, ex
 __all__ = ["run"]
 
 
-def run(target: str, out: Path, format_name: str, after: int | None, base: Path | None, *, as_json: bool) -> None:
+def run(target: str, out: Path, format_name: str, after: int | None, base: str | None, *, as_json: bool) -> None:
     """Export and say what was written. There is one format so far: ``openrl-v2``."""
     command = f"delta-snapshot export {target} {out}" + (f" --from {after}" if after is not None else "")
     with reported(as_json=as_json), progress_bar("exporting", as_json=as_json) as bar:
@@ -41,7 +41,7 @@ def run(target: str, out: Path, format_name: str, after: int | None, base: Path 
 
 
 def _export_chain(
-    chain: ForeignChain, out: Path, after: int | None, base: Path | None, *, command: str, as_json: bool
+    chain: ForeignChain, out: Path, after: int | None, base: str | None, *, command: str, as_json: bool
 ) -> ExportReport:
     if chain.kind is FolderKind.OPENRL:
         raise typer.BadParameter("this is OpenRL's form already")

@@ -39,7 +39,7 @@ def run_compact(sync_dir: str, start: int | None, to: int | None, *, as_json: bo
         )
 
 
-def run_anchor(target: str, base: Path | None, scratch: Path | None, *, as_json: bool) -> None:
+def run_anchor(target: str, base: str | None, scratch: Path | None, *, as_json: bool) -> None:
     """Write an anchor and say where it is."""
     with reported(as_json=as_json), progress_bar("uploading", as_json=as_json, unit="bytes") as bar:
         folder, version = open_run_at(target)

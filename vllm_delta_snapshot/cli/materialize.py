@@ -18,7 +18,7 @@ from vllm_delta_snapshot.neighbours.materialize import materialize_chain
 __all__ = ["run"]
 
 
-def run(targets: Sequence[str], out: Path, base: Path | None, *, as_json: bool) -> None:
+def run(targets: Sequence[str], out: Path, base: str | None, *, as_json: bool) -> None:
     """Materialize and say where it is."""
     with reported(as_json=as_json):
         chain = find_foreign(targets)
@@ -29,7 +29,7 @@ def run(targets: Sequence[str], out: Path, base: Path | None, *, as_json: bool) 
         _run(targets[0], out, base, command=command, as_json=as_json)
 
 
-def _run(target: str, out: Path, base: Path | None, *, command: str, as_json: bool) -> None:
+def _run(target: str, out: Path, base: str | None, *, command: str, as_json: bool) -> None:
     with reported(as_json=as_json), progress_bar("materializing", as_json=as_json) as bar:
         folder, version = open_run_at(target)
         checkpoint = base_or_anchor(folder, version, base, command=command, as_json=as_json)
@@ -47,7 +47,7 @@ def _run(target: str, out: Path, base: Path | None, *, command: str, as_json: bo
         typer.echo(f"{report.folder}: version {report.version} of run {report.run_id}, digest {report.state_digest}")
 
 
-def _run_chain(chain: ForeignChain, out: Path, base: Path | None, *, command: str, as_json: bool) -> None:
+def _run_chain(chain: ForeignChain, out: Path, base: str | None, *, command: str, as_json: bool) -> None:
     with reported(as_json=as_json), progress_bar("materializing", as_json=as_json) as bar:
         checkpoint = base_of_chain(base, command=command, as_json=as_json)
         task = bar.add_task("", total=None)

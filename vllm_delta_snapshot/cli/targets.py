@@ -6,15 +6,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_delta_snapshot.base_folder import is_folder
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.cli.output import EXIT_USAGE, open_run, reported, split_target
 from vllm_delta_snapshot.errors import CompatibilityError, ObjectNotFound
+from vllm_delta_snapshot.hub_cache import HubId
 from vllm_delta_snapshot.neighbours.chain import FolderKind, ForeignChain, find_chain, kind_of
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 from vllm_delta_snapshot.store.posix import PosixStore
 
-__all__ = ["base_of_chain", "base_of_run", "base_or_anchor", "find_foreign", "open_run_at", "split_folder"]
+__all__ = [
+    "base_at_hand",
+    "base_of_chain",
+    "base_of_run",
+    "base_or_anchor",
+    "find_foreign",
+    "open_run_at",
+    "split_folder",
+]
 
 
 def split_folder(target: str) -> tuple[Path | None, int | None]:
@@ -57,7 +67,7 @@ def find_foreign(targets: Sequence[str]) -> ForeignChain | None:
     return find_chain([folder], version=version)
 
 
-def base_of_run(folder: RunFolder, base: Path | None, *, command: str, as_json: bool) -> Checkpoint:
+def base_of_run(folder: RunFolder, base: str | None, *, command: str, as_json: bool) -> Checkpoint:
     """Return the base checkpoint of a run: where the user says it is, or else where the trainer had it.
 
     Args:
@@ -70,19 +80,38 @@ def base_of_run(folder: RunFolder, base: Path | None, *, command: str, as_json: 
         Exit: the user has to say it.
         ObjectNotFound, CorruptFile, UnsupportedFormat: see `Checkpoint`.
     """
-    name = base or Path(folder.read_run().base.name)
-    if base is None and not name.is_dir():
+    if base is not None:
+        return Checkpoint(base)
+    checkpoint = base_at_hand(folder, None)
+    if checkpoint is None:
+        name = Path(folder.read_run().base.name)
         with reported(as_json=as_json, code=EXIT_USAGE):
             raise ObjectNotFound(
                 "the base checkpoint, where the trainer had it, is not on this machine",
                 file=str(name),
-                hint=f"Say where it is: {command} --base FOLDER",
+                hint=f"Say where it is: {command} --base {HubId.of_snapshot(name) or 'FOLDER'}",
             )
-    return Checkpoint(name)
+    return checkpoint
+
+
+def base_at_hand(folder: RunFolder, base: str | None) -> Checkpoint | None:
+    """Return the base checkpoint of a run: where the user says it is, or where the trainer had it, if it is here.
+
+    Args:
+        folder: the run.
+        base: what the user says.
+
+    Raises:
+        ObjectNotFound, CorruptFile, UnsupportedFormat, StoreError: see `Checkpoint`.
+    """
+    if base is not None:
+        return Checkpoint(base)
+    place = Path(folder.read_run().base.name)
+    return Checkpoint(place) if is_folder(place) else None
 
 
 def base_or_anchor(
-    folder: RunFolder, version: int, base: Path | None, *, command: str, as_json: bool
+    folder: RunFolder, version: int, base: str | None, *, command: str, as_json: bool
 ) -> Checkpoint | None:
     """Return the base checkpoint of a run as `base_of_run` does; ``None`` if it is not here but an anchor serves.
 
@@ -96,13 +125,13 @@ def base_or_anchor(
     Raises:
         Exit, ObjectNotFound, CorruptFile, UnsupportedFormat: see `base_of_run`.
     """
-    is_here = base is not None or Path(folder.read_run().base.name).is_dir()
-    if not is_here and any(number <= version for number in folder.shortcuts().anchors):
-        return None
-    return base_of_run(folder, base, command=command, as_json=as_json)
+    checkpoint = base_at_hand(folder, base)
+    if checkpoint is None and not any(number <= version for number in folder.shortcuts().anchors):
+        return base_of_run(folder, base, command=command, as_json=as_json)
+    return checkpoint
 
 
-def base_of_chain(base: Path | None, *, command: str, as_json: bool) -> Checkpoint:
+def base_of_chain(base: str | None, *, command: str, as_json: bool) -> Checkpoint:
     """Return the base checkpoint of a foreign chain, which only the user can say.
 
     Args:

@@ -29,7 +29,7 @@ from vllm_delta_snapshot.verify_run import RunVerification, verify_run
 __all__ = ["run"]
 
 
-def run(targets: Sequence[str], base: Path | None, *, is_deep: bool, scratch: Path | None, as_json: bool) -> None:
+def run(targets: Sequence[str], base: str | None, *, is_deep: bool, scratch: Path | None, as_json: bool) -> None:
     """Verify a run, or deltas of other tools; print every problem, and exit with 1 if there is one."""
     with reported(as_json=as_json):
         chain = find_foreign(targets)
@@ -42,7 +42,7 @@ def run(targets: Sequence[str], base: Path | None, *, is_deep: bool, scratch: Pa
         _run(targets[0], base, is_deep=is_deep, scratch=scratch, as_json=as_json)
 
 
-def _run(sync_dir: str, base: Path | None, *, is_deep: bool, scratch: Path | None, as_json: bool) -> None:
+def _run(sync_dir: str, base: str | None, *, is_deep: bool, scratch: Path | None, as_json: bool) -> None:
     title = "proving" if is_deep else "verifying"
     with reported(as_json=as_json), progress_bar(title, as_json=as_json, unit="records") as bar:
         folder = open_run(sync_dir)

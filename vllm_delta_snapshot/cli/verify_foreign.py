@@ -15,7 +15,7 @@ from vllm_delta_snapshot.neighbours.verify import ForeignVerification, verify_ch
 __all__ = ["run"]
 
 
-def run(chain: ForeignChain, base: Path | None, *, command: str, as_json: bool) -> None:
+def run(chain: ForeignChain, base: str | None, *, command: str, as_json: bool) -> None:
     """Verify, print every problem and what could not be checked, and exit with 1 if there is a problem."""
     with reported(as_json=as_json), progress_bar("verifying", as_json=as_json) as bar:
         checkpoint = base_of_chain(base, command=command, as_json=as_json)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from vllm_delta_snapshot.base_folder import find_base
 from vllm_delta_snapshot.engine.log import logger
 from vllm_delta_snapshot.errors import CompatibilityError, ObjectNotFound
 
@@ -54,28 +55,23 @@ def checkpoint_folder(model_config: Any, load_config: Any, given: str | None) ->
         given: what the user said, which wins.
 
     Raises:
-        ObjectNotFound: the model is a hub id whose files are not in the local cache.
+        ObjectNotFound: it is no local folder, nor a Hub id whose snapshot is in the local cache.
+        StoreError: it may not be read.
     """
-    name = given or model_config.model
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder.absolute()
+    model = str(model_config.model)
+    # How vLLM was told to look for its model says nothing of what the user names instead.
+    is_model = given is None or given == model
+    revision = getattr(model_config, "revision", None) if is_model else None
+    cache_dir = getattr(load_config, "download_dir", None) if is_model else None
     try:
-        from huggingface_hub import snapshot_download
-
-        found = snapshot_download(
-            name,
-            revision=getattr(model_config, "revision", None),
-            cache_dir=getattr(load_config, "download_dir", None),
-            local_files_only=True,
-        )
-    except Exception as error:
+        return find_base(model if given is None else given, revision=revision, cache_dir=cache_dir)
+    except ObjectNotFound as error:
         raise ObjectNotFound(
-            "the checkpoint of this engine is not a local folder, nor in the local hub cache",
-            file=str(name),
-            hint='Name the folder in init_info: {"checkpoint": "/path"}.',
+            "the checkpoint of this engine is not a local folder, nor in the local Hub cache",
+            file=error.file,
+            found=error.what if error.found is None else f"{error.what}: {error.found}",
+            hint=f'{error.hint} Or name the folder in init_info: {{"checkpoint": "/path"}}.',
         ) from error
-    return Path(found)
 
 
 @dataclass(frozen=True, slots=True)

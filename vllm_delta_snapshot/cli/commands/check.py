@@ -25,10 +25,11 @@ def verify(
         ),
     ] = None,
     base: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
+            metavar="FOLDER|ORG/MODEL",
             help="With --deep: the base checkpoint of the run; by default where the trainer says it was. With deltas "
-            "of SkyRL or OpenRL: the checkpoint that they start from."
+            "of SkyRL or OpenRL: the checkpoint that they start from.",
         ),
     ] = None,
     deep: Annotated[

@@ -81,7 +81,10 @@ def diff(
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="Likewise.")],
     base: Annotated[
-        Path | None, typer.Option(help="The base checkpoint of the run; by default where the trainer says it was.")
+        str | None,
+        typer.Option(
+            metavar="FOLDER|ORG/MODEL", help="The base checkpoint of the run; by default where the trainer says it was."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

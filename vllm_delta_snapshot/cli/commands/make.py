@@ -26,7 +26,10 @@ def materialize(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the checkpoint.")],
     base: Annotated[
-        Path | None, typer.Option(help="The base checkpoint; of a run, by default where the trainer says it was.")
+        str | None,
+        typer.Option(
+            metavar="FOLDER|ORG/MODEL", help="The base checkpoint; of a run, by default where the trainer says it was."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -53,10 +56,11 @@ def export(
         typer.Option("--from", min=0, metavar="M", help="Merge the versions after M; by default only the last one."),
     ] = None,
     base: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
+            metavar="FOLDER|ORG/MODEL",
             help="The base checkpoint, where it is needed: for a SkyRL sync_dir, and for a run that holds differences "
-            "(by default where the trainer says it was)."
+            "(by default where the trainer says it was).",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -88,7 +92,8 @@ def anchor(
         str, typer.Argument(metavar="SYNC_DIR[@N]", help="The run and the version; the newest by default.")
     ],
     base: Annotated[
-        Path | None, typer.Option(help="The base checkpoint; by default where the trainer says it was.")
+        str | None,
+        typer.Option(metavar="FOLDER|ORG/MODEL", help="The base checkpoint; by default where the trainer says it was."),
     ] = None,
     scratch: Annotated[
         Path | None, typer.Option(help="A local folder with room for a checkpoint; by default the temp folder.")
