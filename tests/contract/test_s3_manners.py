@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.fault_proxy import Fault, FaultProxy, Harm, fault_proxy
 from tests.support.object_stores import ministack
-from vllm_delta_snapshot.errors import ObjectNotFound, StoreError, StoreUnavailable
+from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
 from vllm_delta_snapshot.store import Store, StoreConfig, open_store
 from vllm_delta_snapshot.store.s3 import S3Store
 
@@ -137,6 +137,117 @@ def test_missing_right_is_the_one_that_the_request_needs(
         act(store)
     assert right in str(caught.value)
     assert other not in str(caught.value.hint)
+
+
+# --- what only looks like success
+
+
+@pytest.mark.parametrize("what", [what for what in REQUESTS if what not in ("begin of an upload", "part")])
+def test_page_to_log_in_at_is_no_answer(what: str, proxy: FaultProxy, store: Store) -> None:
+    where, act = REQUESTS[what]
+    proxy.inject(Fault(Harm.PAGE, where, 1000))
+    with pytest.raises(StoreUnavailable, match="what answered is not S3"):
+        act(store)
+    proxy.inject()
+    with pytest.raises(ObjectNotFound):
+        store.size("new")
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [("create", "without an ETag"), ("put", "without an ETag"), ("list", "no listing")],
+)
+def test_answer_that_says_nothing_is_no_success(what: str, found: str, proxy: FaultProxy, store: Store) -> None:
+    where, act = REQUESTS[what]
+    proxy.inject(Fault(Harm.REFUSE, where, 1000, status=200, body="<Fine/>"))
+    with pytest.raises(StoreUnavailable, match=found):
+        act(store)
+
+
+def read_tail(store: Store) -> bytes:
+    into = bytearray(2)
+    assert store.read_range("there", 2, memoryview(into)) == 2
+    return bytes(into)
+
+
+def test_whole_object_is_not_taken_for_a_part(proxy: FaultProxy, store: Store) -> None:
+    proxy.inject(Fault(Harm.WHOLE, "^GET", 1))
+    assert read_tail(store) == b"34"
+    assert proxy.done == 1
+    proxy.inject(Fault(Harm.WHOLE, "^GET", 1000))
+    with pytest.raises(StoreUnavailable, match="another range than was asked for"):
+        read_tail(store)
+
+
+def test_whole_object_is_not_taken_for_a_longer_range_of_it(proxy: FaultProxy, store: Store) -> None:
+    into = bytearray(4)  # as long as the object, of which two bytes are wanted
+    proxy.inject(Fault(Harm.WHOLE, "^GET", 1))
+    assert store.read_range("there", 2, memoryview(into)) == 2
+    assert into[:2] == b"34"
+
+
+@pytest.mark.parametrize("what", ["read", "range"])
+def test_bytes_compressed_on_their_way_are_not_taken(what: str, proxy: FaultProxy, store: Store) -> None:
+    where, act = REQUESTS[what]
+    proxy.inject(Fault(Harm.GZIP, where, 1000))
+    with pytest.raises(StoreUnavailable, match=r"encoded \(gzip\)"):
+        act(store)
+
+
+def test_error_in_an_answer_that_says_200_is_one(proxy: FaultProxy, store: Store) -> None:
+    where, act = REQUESTS["end of an upload"]
+    proxy.inject(Fault(Harm.REFUSE, where, 1, status=200, code="InternalError"))
+    act(store)
+    assert proxy.done == 1
+    store.delete("large")
+    proxy.inject(Fault(Harm.REFUSE, where, 1000, status=200, code="InternalError"))
+    with pytest.raises(StoreUnavailable):
+        act(store)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("<IsTruncated>true</IsTruncated>", "ends before its end"),
+        ("<IsTruncated>true</IsTruncated><NextContinuationToken>x</NextContinuationToken>", "token"),
+        ("<IsTruncated>false</IsTruncated><Contents><Key>other/1</Key></Contents>", "of another folder"),
+    ],
+)
+def test_listing_that_is_not_whole_is_not_taken(body: str, message: str, proxy: FaultProxy, store: Store) -> None:
+    body = f"<ListBucketResult><Name>b</Name>{body}</ListBucketResult>"
+    proxy.inject(Fault(Harm.REFUSE, "^GET .*list-type=2", 100, status=200, body=body))
+    with pytest.raises(StoreUnavailable, match=message):
+        store.list("")
+
+
+# --- conditional writes whose answer is lost
+
+
+def test_create_whose_answer_was_lost_is_known_as_own(proxy: FaultProxy, store: Store) -> None:
+    proxy.inject(Fault(Harm.LOSE_REPLY, "^PUT .*/new"))
+    store.create("new", b"mine")
+    assert len(proxy.times_of("^PUT .*/new")) == 2
+    assert store.read("new", max_bytes=10) == b"mine"
+
+
+@pytest.mark.parametrize("theirs", [b"else", b"longer"])
+def test_create_that_was_tried_twice_and_lost_is_not_own(theirs: bytes, proxy: FaultProxy, store: Store) -> None:
+    store.create("new", theirs)
+    proxy.inject(Fault(Harm.REFUSE, "^PUT .*/new"))
+    with pytest.raises(ObjectExists):
+        store.create("new", b"mine")
+    assert proxy.done == 1
+
+
+def test_create_that_comes_second_with_the_same_bytes_is_second(store: Store) -> None:
+    with pytest.raises(ObjectExists):
+        store.create("there", b"1234")
+
+
+def test_probe_whose_answer_was_lost_finds_no_rival(proxy: FaultProxy, store: Store) -> None:
+    proxy.inject(Fault(Harm.LOSE_REPLY, "^PUT"))
+    store.check_exclusive_create()
+    assert proxy.done == 1
 
 
 # --- what was set up for boto3

@@ -17,7 +17,8 @@ from tests.support.cli import Outcome
 from tests.support.object_stores import S3_ENVIRONMENT, ObjectServer, fake_gcs, ministack, moto
 from vllm_delta_snapshot.errors import CompatibilityError, ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
 from vllm_delta_snapshot.store import Store, StoreConfig, open_store
-from vllm_delta_snapshot.store.gcs import Crc32c, GcsStore
+from vllm_delta_snapshot.store.gcs import GcsStore
+from vllm_delta_snapshot.store.gcs_io import Crc32c
 from vllm_delta_snapshot.store.gcs_upload import FOLDER, Composer
 from vllm_delta_snapshot.store.s3 import S3Store
 

@@ -7,7 +7,9 @@ or kept back. Requests that no fault is for pass as they are.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
+import json
 import re
 import socket
 import struct
@@ -31,6 +33,9 @@ class Harm(Enum):
     SHORTEN = "the answer's body is too short, and its length says the same"
     CORRUPT = "one byte of the answer's body is another"
     REFUSE = "the answer is an error, and the server is not asked"
+    PAGE = "the answer is a page of HTML that says 200, and the server is not asked"
+    WHOLE = "a request for a range is answered with all of the object, and 200"
+    GZIP = "the answer's body is compressed"
     STALL = "no answer ever comes"
     STALL_REPLY = "the answer stops in the middle of its body"
     DRIP = "the answer's body comes slowly"
@@ -46,6 +51,8 @@ class Fault:
         times: how often it is done; after that requests pass.
         status: of REFUSE.
         code: of REFUSE, as the store spells its reasons.
+        said: of REFUSE, the store's text.
+        body: of REFUSE, the whole of the answer instead.
         headers: of REFUSE.
     """
 
@@ -54,6 +61,8 @@ class Fault:
     times: int = 1
     status: int = 503
     code: str = "SlowDown"
+    said: str = "injected"
+    body: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
 
 
@@ -151,18 +160,26 @@ class _Handler(BaseHTTPRequestHandler):
             self._wait_for_the_end()
         elif fault and harm is Harm.REFUSE:
             self._refuse(fault)
+        elif harm is Harm.PAGE:
+            self._send(200, [("Content-Type", "text/html; charset=utf-8")], b"<html>Please log in.</html>" * 9)
         else:
             self._pass_on(harm, body)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve  # noqa: N815
 
     def _pass_on(self, harm: Harm | None, body: bytes) -> None:
+        if harm is Harm.WHOLE:
+            del self.headers["Range"]
         status, headers, data = self._ask(body)
         if harm is Harm.LOSE_REPLY:
             self._cut()
             return
         size = len(data)
-        if harm is Harm.SHORTEN:
+        if harm is Harm.GZIP:
+            data = gzip.compress(data)
+            size = len(data)
+            headers = [*headers, ("Content-Encoding", "gzip")]
+        elif harm is Harm.SHORTEN:
             data = data[: size // 2]
             size = len(data)
         elif harm is Harm.CORRUPT:
@@ -228,14 +245,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, fault: Fault) -> None:
         if self.server.proxy.server.scheme == "s3":
-            text = f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>"
+            text = f"<Error><Code>{fault.code}</Code><Message>{fault.said}</Message></Error>"
             kind = "application/xml"
         else:
-            text = f'{{"error": {{"code": {fault.status}, "message": "injected {fault.code}"}}}}'
-            kind = "application/json"
-        self._send_head(fault.status, [("Content-Type", kind), *fault.headers], len(text))
+            error = {"code": fault.status, "message": f"{fault.said} {fault.code}", "errors": [{"reason": fault.code}]}
+            text, kind = json.dumps({"error": error}), "application/json"
+        self._send(fault.status, [("Content-Type", kind), *fault.headers], (fault.body or text).encode())
+
+    def _send(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+        self._send_head(status, headers, len(body))
         if self.command != "HEAD":
-            self.wfile.write(text.encode())
+            self.wfile.write(body)
 
     def _wait_for_the_end(self) -> None:
         """Say nothing until the client hangs up."""

@@ -60,6 +60,23 @@ class BucketStore(ABC):
     def _where(self, key: str) -> str:
         return f"{self.uri}/{key}"
 
+    @abstractmethod
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        """See `Store.read`."""
+
+    def _is_own(self, key: str, data: bytes) -> bool:
+        """Say whether an object is what was just created, by an earlier try: nobody else writes the same bytes."""
+        try:
+            return self.read(key, max_bytes=len(data)) == data
+        except (LimitExceeded, ObjectNotFound):
+            return False
+
+    def _check_new(self, key: str, token: str | None, seen: set[str]) -> None:
+        """Refuse a listing that goes round in circles."""
+        if token and token in seen:
+            raise StoreUnavailable("the store repeats a page of its listing", file=self._where(key))
+        seen.add(token or "")
+
     def _refuse_taken(self, key: str) -> None:
         try:
             self.size(key)

@@ -8,26 +8,29 @@ no ranged download, so every answer's length is compared here, and the bytes by 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import inspect
 import io
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import chain
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, StoreError
+from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
 from vllm_delta_snapshot.store.bucket import BucketStore, PastTheEnd
 from vllm_delta_snapshot.store.config import StoreConfig
 from vllm_delta_snapshot.store.gcs_client import make_client, make_retry, reported
+from vllm_delta_snapshot.store.gcs_io import Crc32c, Sink, Stream
 from vllm_delta_snapshot.store.gcs_upload import FOLDER, Composer
 from vllm_delta_snapshot.store.keys import Prefix
 from vllm_delta_snapshot.store.parts import parts_of
 from vllm_delta_snapshot.store.probe import probe_exclusive_create
 
-__all__ = ["Crc32c", "GcsStore"]
+if TYPE_CHECKING:
+    from vllm_delta_snapshot.store.gcs_answers import Operation
+
+__all__ = ["GcsStore"]
 
 _CHUNK_UNIT: Final = 256 << 10
 """Parts of a resumable upload are multiples of this."""
@@ -66,15 +69,21 @@ class GcsStore(BucketStore):
         blob = self._bucket.blob(self._prefix.of(key))
         if self._single_writer:
             self._refuse_taken(key)
-        with self._reported(key):
-            blob.upload_from_string(
-                data,
-                content_type="application/json",
-                if_generation_match=None if self._single_writer else 0,
-                checksum="crc32c",
-                timeout=self._timeouts,
-                retry=self._retry,
-            )
+        failed: list[bool] = []
+        try:
+            with self._reported(key, "write"):
+                blob.upload_from_string(
+                    data,
+                    content_type="application/json",
+                    if_generation_match=None if self._single_writer else 0,
+                    checksum="crc32c",
+                    timeout=self._timeouts,
+                    retry=make_retry(self._config, lambda: failed.append(True)),
+                )
+        except ObjectExists:
+            # Of a try whose answer was lost, the next one finds what it made.
+            if not failed or not self._is_own(key, data):
+                raise
 
     def put(self, key: str, chunks: Iterable[memoryview]) -> int:
         """See `Store.put`. Memory: `part_bytes` times `concurrency`; one part, twice, where parts cannot be deleted."""
@@ -85,18 +94,21 @@ class GcsStore(BucketStore):
         first = next(parts)
         second = next(parts, None)
         try:
-            with self._reported(key):
+            with self._reported(key, "write"):
                 if second is None:
                     self._put_in_one(name, io.BytesIO(first), len(first))
                 elif self._composer.is_good_here:
                     self._composer.put(name, chain((first, second), parts))
                 else:
-                    self._put_in_one(name, _Stream(chain((first, second), parts)), None)
-        except (ObjectExists, ObjectNotFound):
+                    self._put_in_one(name, Stream(chain((first, second), parts)), None)
+        except (ObjectExists, StoreUnavailable) as error:
             # It was not there before, and only this writer knows the name: most likely a reply was lost.
-            if not self._is_as_written(key, checksum):
-                raise
-            return checksum.num_bytes
+            try:
+                if self._is_as_written(key, checksum):
+                    return checksum.num_bytes
+            except StoreError:
+                pass  # then the first error says more
+            raise error
         if not self._is_as_written(key, checksum):
             raise StoreError("object is not what was written", file=self._where(key), expected=checksum)
         return checksum.num_bytes
@@ -116,23 +128,25 @@ class GcsStore(BucketStore):
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
         """See `Store.read`."""
-        size = self.size(key)
-        self._check_limit(key, size, max_bytes)
 
         def once() -> bytes:
-            data = self._download(key)
+            known = self._known(key)
+            self._check_limit(key, int(known.size), max_bytes)
+            data = self._download(key, known.generation)
             with self._answering():
-                self._check_length(key, size, len(data))
+                self._check_length(key, int(known.size), len(data))
             return data
 
         return self._patiently(once)
 
-    def _download(self, key: str) -> bytes:
-        """Download an object; the library itself tries again where an answer breaks off."""
+    def _download(self, key: str, generation: int) -> bytes:
+        """Download an object as it was looked at; the library itself tries again where an answer breaks off."""
         from google.cloud.storage.exceptions import DataCorruption
 
+        # Not the one that was looked at: that has an address from GCS, which need not lie where the endpoint is.
         blob = self._bucket.blob(self._prefix.of(key))
         options = {"raw_download": True, "timeout": self._timeouts, "retry": self._retry}
+        options["if_generation_match"] = generation
         with self._reported(key):
             try:
                 return bytes(blob.download_as_bytes(**options))
@@ -142,10 +156,14 @@ class GcsStore(BucketStore):
 
     def size(self, key: str) -> int:
         """See `Store.size`."""
+        return int(self._known(key).size)
+
+    def _known(self, key: str) -> Any:
+        """Return an object with what GCS says of it."""
         blob = self._bucket.blob(self._prefix.of(key))
         with self._reported(key):
             blob.reload(timeout=self._timeouts, retry=self._retry)
-        return int(blob.size)
+        return blob
 
     def read_range(self, key: str, offset: int, into: memoryview) -> int:
         """See `Store.read_range`."""
@@ -154,7 +172,7 @@ class GcsStore(BucketStore):
             return 0
 
         def once() -> int:
-            sink = _Sink(into.cast("B"))
+            sink = Sink(into.cast("B"))
             with self._reported(key):
                 blob.download_to_file(
                     sink,
@@ -180,23 +198,28 @@ class GcsStore(BucketStore):
     def list(self, folder: str) -> list[str]:
         """See `Store.list`."""
         inside = self._prefix.of_folder(folder)
-        with self._reported(folder or "."):
+        where = folder or "."
+        objects: list[str] = []
+        tokens: set[str] = set()
+        with self._reported(where, "list"):
             found = self._client.list_blobs(
                 self._bucket, prefix=inside, delimiter="/", timeout=self._timeouts, retry=self._retry
             )
-            objects = [blob.name for blob in found]
+            for page in found.pages:
+                objects += [blob.name for blob in page]
+                self._check_new(where, found.next_page_token, tokens)
             names = Prefix.names(inside, objects, found.prefixes)
         return [name for name in names if name != FOLDER]
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
         blob = self._bucket.blob(self._prefix.of(key))
-        with contextlib.suppress(ObjectNotFound), self._reported(key):
+        with contextlib.suppress(ObjectNotFound), self._reported(key, "delete"):
             blob.delete(timeout=self._timeouts, retry=self._retry)
 
     def now(self) -> float:
         """See `TellsTime.now`."""
-        with self._reported("."):
+        with self._reported(".", "list"):
             # The library shows nobody the headers of an answer; its session, which carries the credentials, does.
             url = f"{self._client.api_endpoint}/storage/v1/b/{quote(self._bucket.name, safe='')}/o?maxResults=1"
             answer = self._client._http.get(url, timeout=self._timeouts)
@@ -218,7 +241,7 @@ class GcsStore(BucketStore):
         """
         until = datetime.now(UTC) - timedelta(seconds=older_than_s)
         swept = 0
-        with self._reported(FOLDER):
+        with self._reported(FOLDER, "delete"):
             for blob in self._client.list_blobs(
                 self._bucket, prefix=self._prefix.of_folder(FOLDER), timeout=self._timeouts, retry=self._retry
             ):
@@ -228,15 +251,13 @@ class GcsStore(BucketStore):
         return swept
 
     def _is_as_written(self, key: str, expected: Crc32c) -> bool:
-        blob = self._bucket.blob(self._prefix.of(key))
-        with self._reported(key):
-            blob.reload(timeout=self._timeouts, retry=self._retry)
+        blob = self._known(key)
         # Servers that are not Google's may know no checksum; readers compare their own in any case.
         return int(blob.size) == expected.num_bytes and blob.crc32c in (None, "", expected.text)
 
     @contextlib.contextmanager
-    def _reported(self, key: str) -> Iterator[None]:
-        with reported(self._where(key), self._bucket.name, self._bucket_exists):
+    def _reported(self, key: str, operation: Operation = "read") -> Iterator[None]:
+        with reported(self._where(key), self._bucket.name, operation, self._bucket_exists):
             yield
 
     def _bucket_exists(self) -> bool:
@@ -246,93 +267,3 @@ class GcsStore(BucketStore):
             except Exception:  # noqa: BLE001 - who may not ask is told of the object
                 return True
         return self._is_bucket_known
-
-
-class Crc32c:
-    """The size and the CRC32C of what passes by."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._value = 0
-
-    def of(self, parts: Iterable[bytes]) -> Iterator[bytes]:
-        """Pass parts on."""
-        import google_crc32c
-
-        for part in parts:
-            self._value = google_crc32c.extend(self._value, part)
-            self.num_bytes += len(part)
-            yield part
-
-    @property
-    def text(self) -> str:
-        """As GCS writes it."""
-        return base64.b64encode(self._value.to_bytes(4, "big")).decode()
-
-    def __str__(self) -> str:
-        return f"{self.num_bytes} bytes with CRC32C {self.text}"
-
-
-class _Sink(io.RawIOBase):
-    """Memory that takes what the library writes. More than there is room for is counted, and dropped."""
-
-    def __init__(self, into: memoryview) -> None:
-        super().__init__()
-        self._into = into
-        self.num_bytes = 0
-
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
-    def write(self, data: Any) -> int:
-        """Take a piece."""
-        room = self._into[self.num_bytes : self.num_bytes + len(data)]
-        room[:] = data[: len(room)]
-        self.num_bytes += len(data)
-        return len(data)
-
-
-class _Stream(io.RawIOBase):
-    """Parts as a file that is read once."""
-
-    def __init__(self, parts: Iterator[bytes]) -> None:
-        super().__init__()
-        self._parts = parts
-        self._rest = memoryview(b"")
-        self.num_bytes = 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def tell(self) -> int:
-        """Return how much was read."""
-        return self.num_bytes
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as far as one part goes."""
-        while not len(self._rest):
-            part = next(self._parts, None)
-            if part is None:
-                return 0
-            self._rest = memoryview(part)
-            if not part:
-                return 0
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        self.num_bytes += count
-        return count
-
-    def read(self, size: int = -1) -> bytes:
-        """Read exactly `size` bytes, fewer only at the end: the library takes less for the end."""
-        pieces: list[bytes] = []
-        missing = size
-        while size < 0 or missing > 0:
-            piece = super().read(1 << 20 if size < 0 else missing)
-            if not piece:
-                break
-            pieces.append(piece)
-            missing -= len(piece)
-        return b"".join(pieces)

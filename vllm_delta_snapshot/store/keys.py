@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vllm_delta_snapshot.errors import StoreError
+from vllm_delta_snapshot.errors import StoreError, StoreUnavailable
 
 __all__ = ["Prefix", "check_key"]
 
@@ -49,6 +49,13 @@ class Prefix:
             folder: what all of them begin with.
             objects: names of objects.
             folders: common prefixes, with the "/" at their end.
+
+        Raises:
+            StoreUnavailable: there are names that were not asked for: then others may be missing.
         """
+        objects, folders = tuple(objects), tuple(folders)
+        for name in (*objects, *folders):
+            if not name.startswith(folder):
+                raise StoreUnavailable("a listing is of another folder", expected=f"{folder}...", found=name)
         found = {name[len(folder) :].rstrip("/") for name in (*objects, *folders)}
         return sorted(found - {""})

@@ -11,13 +11,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
-from vllm_delta_snapshot.errors import ObjectNotFound, StoreUnavailable
+from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, StoreUnavailable
 from vllm_delta_snapshot.ordered import ordered_map
 from vllm_delta_snapshot.store.bucket import BucketStore, PastTheEnd
 from vllm_delta_snapshot.store.config import StoreConfig
@@ -27,6 +28,8 @@ from vllm_delta_snapshot.store.probe import probe_exclusive_create
 from vllm_delta_snapshot.store.s3_client import make_client, reported
 
 __all__ = ["S3Store"]
+
+_RANGE: Final = re.compile(r"bytes (\d+)-\d*/(\d+|\*)")
 
 
 class S3Store(BucketStore):
@@ -55,8 +58,13 @@ class S3Store(BucketStore):
         condition = {} if self._single_writer else {"IfNoneMatch": "*"}
         # A store that knows no newer checksum knows this one, and refuses a body that was cut off on its way.
         digest = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
-        with self._reported(key):
-            self._client.put_object(Bucket=self._bucket, Key=name, Body=data, ContentMD5=digest, **condition)
+        try:
+            with self._reported(key):
+                self._client.put_object(Bucket=self._bucket, Key=name, Body=data, ContentMD5=digest, **condition)
+        except ObjectExists as error:
+            # Of a try whose answer was lost, the next one finds what it made.
+            if not _was_tried_again(error) or not self._is_own(key, data):
+                raise
 
     def put(self, key: str, chunks: Iterable[memoryview]) -> int:
         """See `Store.put`. Memory: `part_bytes` times `concurrency`."""
@@ -82,7 +90,7 @@ class S3Store(BucketStore):
             with self._reported(key):
                 answer = self._client.get_object(Bucket=self._bucket, Key=name)
             with contextlib.closing(answer["Body"]) as body, self._answering(), self._reported(key):
-                size = int(answer["ContentLength"])
+                size = self._length_of(key, answer)
                 self._check_limit(key, size, max_bytes)
                 data = bytes(body.read())
                 self._check_length(key, size, len(data))
@@ -93,7 +101,8 @@ class S3Store(BucketStore):
     def size(self, key: str) -> int:
         """See `Store.size`."""
         with self._reported(key):
-            return int(self._client.head_object(Bucket=self._bucket, Key=self._prefix.of(key))["ContentLength"])
+            answer = self._client.head_object(Bucket=self._bucket, Key=self._prefix.of(key))
+            return self._length_of(key, answer)
 
     def read_range(self, key: str, offset: int, into: memoryview) -> int:
         """See `Store.read_range`."""
@@ -118,12 +127,16 @@ class S3Store(BucketStore):
         inside = self._prefix.of_folder(folder)
         objects: list[str] = []
         folders: list[str] = []
+        is_more = False
         with self._reported(folder or "."):
             pages = self._client.get_paginator("list_objects_v2")
             for page in pages.paginate(Bucket=self._bucket, Prefix=inside, Delimiter="/"):
+                is_more = bool(page.get("IsTruncated"))
                 objects += [entry["Key"] for entry in page.get("Contents", ())]
                 folders += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
-        return Prefix.names(inside, objects, folders)
+            if is_more:  # the newest versions come last
+                raise StoreUnavailable("a listing ends before its end", file=self._where(folder))
+            return Prefix.names(inside, objects, folders)
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
@@ -203,8 +216,15 @@ class S3Store(BucketStore):
 
     def _read_into(self, key: str, answer: Mapping[str, Any], body: Any, offset: int, into: memoryview) -> int:
         """Fill `into` with what the store says that it sends, and see that it did."""
-        expected = int(answer["ContentLength"])
-        total = _total_of(answer, offset, expected)
+        expected = self._length_of(key, answer)
+        first, total = _extent_of(answer, expected)
+        if first != offset:
+            raise StoreUnavailable(
+                "a store that sends another range than was asked for",
+                file=self._where(key),
+                expected=offset,
+                found=first,
+            )
         self._check_length(key, min(len(into), total - offset), expected)
         target = into.cast("B")
         done = 0
@@ -214,13 +234,30 @@ class S3Store(BucketStore):
         self._check_length(key, expected, done)
         return done
 
+    def _length_of(self, key: str, answer: Mapping[str, Any]) -> int:
+        if (length := answer.get("ContentLength")) is None:
+            raise StoreUnavailable("an answer does not say how long it is", file=self._where(key))
+        return int(length)
+
     @contextlib.contextmanager
     def _reported(self, key: str) -> Iterator[None]:
         with reported(self._where(key), self._bucket):
             yield
 
 
-def _total_of(answer: Mapping[str, Any], offset: int, length: int) -> int:
-    """Return the size of the whole object, from the answer to a ranged request; some stores send all for all."""
-    _, _, total = str(answer.get("ContentRange", "")).rpartition("/")
-    return int(total) if total.isdigit() else offset + length
+def _extent_of(answer: Mapping[str, Any], length: int) -> tuple[int, int]:
+    """Return where the bytes begin that answer a ranged request, and the size of the whole object.
+
+    Some stores send all for all, and say no range; others know no ranges.
+    """
+    match = _RANGE.match(str(answer.get("ContentRange", "")))
+    if match is None:
+        return 0, length
+    first = int(match[1])
+    return first, int(match[2]) if match[2].isdigit() else first + length
+
+
+def _was_tried_again(error: ObjectExists) -> bool:
+    """Say whether boto3 made the request that got this answer more than once."""
+    answer = getattr(error.__cause__, "response", {})
+    return int(answer.get("ResponseMetadata", {}).get("RetryAttempts", 0)) > 0

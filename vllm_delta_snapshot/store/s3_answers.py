@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What S3 says went wrong, in our words: each answer by what its user has to do, never by its status alone."""
+"""What S3 says went wrong, in our words: each answer by what its user has to do, never by its status alone.
+
+And what is no answer of S3, though its status says that all is well: a page to log in at, bytes that somebody
+compressed on their way. boto3 takes some of that for success, and other pages for a failure of S3's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from vllm_delta_snapshot.errors import (
 )
 from vllm_delta_snapshot.store.bucket import PastTheEnd
 
-__all__ = ["CONFLICTS", "error_of_answer"]
+__all__ = ["CONFLICTS", "check_success", "error_of_answer"]
 
 CONFLICTS: Final = frozenset({"ConditionalRequestConflict", "OperationAborted"})
 """Another request for the same name was under way: S3 asks to be asked again."""
@@ -37,8 +41,48 @@ _RIGHTS: Final = {
     "DeleteObject": "delete it (s3:DeleteObject",
     "AbortMultipartUpload": "abort uploads (s3:AbortMultipartUpload",
 }
+_TAGGED: Final = frozenset({"PutObject", "UploadPart", "GetObject", "HeadObject"})
+_LISTED: Final = frozenset({"Name", "Prefix", "KeyCount", "IsTruncated"})
+_PAGE: Final = "a page of HTML, as proxies and log-in pages send"
+_PLAIN: Final = ("", "identity", "aws-chunked")
+"""Encodings that leave bytes as they are; some stores keep that in which boto3 sent them."""
 _READS: Final = frozenset({"GetObject", "HeadObject", "ListObjectsV2"})
 _HIDDEN: Final = " Without s3:ListBucket, S3 answers so for what does not exist, too."
+
+
+def check_success(http_response: Any, parsed: dict[str, Any], model: Any, **_: Any) -> None:
+    """Refuse what only looks like success: called with every answer, before it is believed.
+
+    Raises:
+        StoreUnavailable: it is not what was asked for. Names no object.
+    """
+    if http_response.status_code >= 300:
+        return
+    found = _not_from_s3(http_response.headers.get("content-type", ""), parsed, str(model.name))
+    if found is None:
+        return
+    if model.name == "GetObject":
+        parsed["Body"].close()
+    raise _stray(found)
+
+
+def _stray(found: str, where: str | None = None) -> StoreUnavailable:
+    hint = "Look at proxies (HTTPS_PROXY) and the endpoint: does curl get the same?"
+    return StoreUnavailable("what answered is not S3", file=where, found=found, hint=hint)
+
+
+def _not_from_s3(kind: str, parsed: dict[str, Any], operation: str) -> str | None:
+    """Return why an answer cannot be S3's."""
+    if kind.startswith("text/html"):
+        return _PAGE
+    if operation in _TAGGED and not parsed.get("ETag"):
+        return f"an answer to {operation} without an ETag"
+    if operation == "ListObjectsV2" and not _LISTED & parsed.keys():
+        return "an answer that is no listing"
+    encoding = str(parsed.get("ContentEncoding", ""))
+    if operation in _READS and encoding not in _PLAIN:
+        return f"bytes that are encoded ({encoding}), on their way or by whoever put them there"
+    return None
 
 
 def error_of_answer(error: Any, where: str, bucket: str) -> Exception:
@@ -75,6 +119,9 @@ def error_of_answer(error: Any, where: str, bucket: str) -> Exception:
     if code == "NotImplemented" or status == 501:
         hint = "Use another store, or pass single_writer=True if only one trainer will ever write here."
         return ExclusiveCreateUnsupported("this store knows no conditional create", file=where, found=said, hint=hint)
+    kind = str(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("content-type", ""))
+    if status == 500 and kind.startswith("text/html"):  # botocore makes a 500 of a 200 with such a page
+        return _stray(_PAGE, where)
     if code in _MAY_PASS or status >= 500 or status in (409, 429):
         return StoreUnavailable("S3 is busy", file=where, found=said)
     if code in ("NoSuchKey", "NotFound", "404") or status == 404:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from vllm_delta_snapshot.errors import CompatibilityError, StoreError, StoreUnavailable
 from vllm_delta_snapshot.store.config import StoreConfig
-from vllm_delta_snapshot.store.s3_answers import CONFLICTS, error_of_answer
+from vllm_delta_snapshot.store.s3_answers import CONFLICTS, check_success, error_of_answer
 from vllm_delta_snapshot.traffic import count_retry
 
 __all__ = ["make_client", "reported"]
@@ -55,6 +55,7 @@ def make_client(config: StoreConfig) -> Any:
         raise StoreError("S3 cannot be set up", file=config.endpoint_url, found=error) from error
     client.meta.events.register("needs-retry.s3", functools.partial(_pause_after_conflict, config.attempts))
     client.meta.events.register("after-call.s3", _count_retries)
+    client.meta.events.register("after-call.s3", check_success)
     return client
 
 
@@ -127,6 +128,8 @@ def reported(where: str, bucket: str) -> Iterator[None]:
 
     try:
         yield
+    except StoreError as error:
+        raise error if error.file else error.placed(file=where, hint="") from error
     except botocore.exceptions.ClientError as error:
         raise error_of_answer(error, where, bucket) from error
     except (botocore.exceptions.NoCredentialsError, botocore.exceptions.PartialCredentialsError) as error:
