@@ -225,6 +225,75 @@ def test_failure_that_may_pass_is_unavailable(store: PosixStore, monkeypatch: py
     assert os.strerror(number) in str(caught.value)
 
 
+@pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EBUSY, errno.ENFILE, errno.ENOLCK], ids=os.strerror)
+def test_write_that_may_pass_is_unavailable_and_leaves_nothing(
+    store: PosixStore, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    monkeypatch.setattr(os, "write", failing(number))
+    for write in (lambda: store.put("x", [memoryview(b"1")]), lambda: store.create("y", b"1")):
+        with pytest.raises(StoreUnavailable):
+            write()
+    assert files_of(store) == []
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM], ids=os.strerror)
+def test_denial_names_the_right_that_was_missing(store: PosixStore, monkeypatch: pytest.MonkeyPatch, number: int):
+    store.create("f/x", b"1")
+
+    def hint_of(name: str, act: Callable[[], object]) -> str:
+        with monkeypatch.context() as patched:
+            patched.setattr(*({"unlink": (Path, "unlink")}.get(name) or (os, name)), failing(number))
+            with pytest.raises(StoreError, match="file system refused") as caught:
+                act()
+        assert type(caught.value) is StoreError
+        return str(caught.value.hint)
+
+    assert "right to read the file" in hint_of("open", lambda: store.read("f/x", max_bytes=1))
+    assert "right to read the file" in hint_of("preadv", lambda: store.read_range("f/x", 0, memoryview(bytearray(1))))
+    assert "right to list that folder" in hint_of("listdir", lambda: store.list("f"))
+    assert "right to write into" in hint_of("open", lambda: store.create("f/y", b"1"))
+    assert "right to write into" in hint_of("open", lambda: store.put("f/y", [memoryview(b"1")]))
+    assert "deleting" in hint_of("unlink", lambda: store.delete("f/x"))
+
+
+def test_name_that_is_too_long_is_told(store: PosixStore):
+    with pytest.raises(StoreError, match="shorter sync_dir"):
+        store.create("f" * 300, b"1")
+
+
+def test_folder_that_goes_away_while_it_is_written_into_is_no_missing_object(
+    store: PosixStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "open", failing(errno.ENOENT))
+    with pytest.raises(StoreUnavailable, match="went away"):
+        store.put("f/x", [memoryview(b"1")])
+
+
+def test_put_that_fails_leaves_no_part_of_the_file(store: PosixStore):
+    def chunks():
+        yield memoryview(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.put("f/x", chunks())
+    assert files_of(store) == []
+    store.create("f/x", b"1")
+    with pytest.raises(ObjectExists):
+        store.put("f/x", [memoryview(b"2")])
+    assert store.read("f/x", max_bytes=9) == b"1"
+
+
+def test_temporaries_of_killed_writers_are_swept_once_they_are_old(store: PosixStore):
+    store.create("versions/00000001.json", b"{}")
+    (store.root / "versions" / ".tmp-0123").write_bytes(b"half")
+    (store.root / ".tmp-4567").write_bytes(b"half")
+    assert store.sweep(older_than_s=3600) == 0
+    for name in ("versions/.tmp-0123", ".tmp-4567"):
+        os.utime(store.root / name, (0, 0))
+    assert store.sweep(older_than_s=3600) == 2
+    assert files_of(store) == ["versions/00000001.json"]
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS], ids=os.strerror)
 def test_failure_that_stays_is_a_store_error_with_a_hint(
     store: PosixStore, monkeypatch: pytest.MonkeyPatch, number: int

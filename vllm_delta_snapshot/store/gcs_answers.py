@@ -119,6 +119,9 @@ def error_of_answer(
     if _KEY.search(said):
         hint = "Enable the key in Cloud KMS, and let GCS's service account use it."
         return StoreError("GCS cannot use the key that encrypts the object", file=where, found=found, hint=hint)
+    if status == 507:  # of a store that only speaks GCS
+        hint = "Free space there, or prune old versions; nothing of this version was published."
+        return StoreError("GCS has no room", file=where, found=found, hint=hint)
     if status == 401:
         return _unauthorized(error, operation, where)
     if _BUSY.search(said) or status in (408, 409, 410, 429) or status >= 500:

@@ -18,13 +18,13 @@ from typing import Final, TypeVar
 
 from vllm_delta_snapshot.errors import (
     ExclusiveCreateUnsupported,
-    ObjectExists,
     ObjectNotFound,
     StoreError,
     StoreUnavailable,
 )
 from vllm_delta_snapshot.regular_file import opened, read_bounded
 from vllm_delta_snapshot.store.keys import check_key
+from vllm_delta_snapshot.store.posix_answers import ABSENT, Operation, error_of
 from vllm_delta_snapshot.store.probe import probe_exclusive_create
 from vllm_delta_snapshot.store.retry import again
 
@@ -33,9 +33,6 @@ __all__ = ["PosixStore"]
 T = TypeVar("T")
 
 _NO_HARD_LINKS: Final = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-# What an NFS client says while a file is replaced or a server restarts.
-_MAY_PASS: Final = {errno.ESTALE, errno.EBADF, errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR}
-_ABSENT: Final = {errno.ENOENT, errno.ENOTDIR}
 _TEMPORARY: Final = ".tmp-"
 _ATTEMPTS: Final = 5
 _FIRST_PAUSE_S: Final = 0.05
@@ -60,7 +57,7 @@ class PosixStore:
         """See `Store.create`."""
         path = self._path(key)
         temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        with _reported(path):
+        with _reported(path, "write"):
             self._make_folder(path.parent)
             try:
                 _write_new(temporary, [memoryview(data)])
@@ -77,7 +74,7 @@ class PosixStore:
     def put(self, key: str, chunks: Iterable[memoryview]) -> int:
         """See `Store.put`."""
         path = self._path(key)
-        with _reported(path):
+        with _reported(path, "write"):
             self._make_folder(path.parent)
             num_bytes = _write_new(path, chunks)
             _sync_folder(path.parent)
@@ -110,7 +107,7 @@ class PosixStore:
         """See `Store.list`."""
         path = self._path(folder) if folder else self.root
         try:
-            names = _patiently(path, lambda: os.listdir(path))
+            names = _patiently(path, lambda: os.listdir(path), "list")
             return sorted(name for name in names if not name.startswith(_TEMPORARY))
         except ObjectNotFound:
             return []
@@ -118,23 +115,36 @@ class PosixStore:
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
         path = self._path(key)
-        with contextlib.suppress(ObjectNotFound), _reported(path):
+        with contextlib.suppress(ObjectNotFound), _reported(path, "delete"):
             path.unlink()
 
     def remove_empty(self, folder: str) -> None:
         """See `HasFolders.remove_empty`."""
         path = self._path(folder)
-        with contextlib.suppress(ObjectNotFound), _reported(path):
+        with contextlib.suppress(ObjectNotFound), _reported(path, "delete"):
             for hidden in path.iterdir():  # of a put that was cut off
                 if hidden.name.startswith("."):
                     hidden.unlink(missing_ok=True)
             if not any(path.iterdir()):
                 path.rmdir()
 
+    def sweep(self, *, older_than_s: float) -> int:
+        """See `SweepsUploads.sweep`: temporary files where records are made, by the clock of the file system."""
+        swept = 0
+        with _reported(self.root, "delete"):
+            until = self.now() - older_than_s
+            for folder in (self.root, *(path for path in self.root.iterdir() if path.is_dir())):
+                for path in folder.glob(f"{_TEMPORARY}*"):
+                    with contextlib.suppress(FileNotFoundError):
+                        if path.lstat().st_mtime <= until:
+                            path.unlink()
+                            swept += 1
+        return swept
+
     def now(self) -> float:
         """See `TellsTime.now`: the time that a new file gets, on NFS from the server."""
         path = self.root / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        with _reported(path):
+        with _reported(path, "write"):
             try:
                 _write_new(path, [memoryview(b"?")])
                 return path.stat().st_mtime
@@ -163,7 +173,7 @@ class PosixStore:
         try:
             os.link(temporary, path)
         except OSError as error:
-            if error.errno in _ABSENT:  # yet both folder and file were just made: nobody knows what happened
+            if error.errno in ABSENT:  # yet both folder and file were just made: nobody knows what happened
                 raise StoreUnavailable("cannot tell whether an object was created", file=str(path)) from error
             if error.errno not in _NO_HARD_LINKS:
                 raise
@@ -191,6 +201,10 @@ def _write_new(path: Path, chunks: Iterable[memoryview]) -> int:
                 total += count
         os.fsync(descriptor)
         return total
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()  # it was made here, and is no use to anybody
+        raise
     finally:
         os.close(descriptor)
 
@@ -206,7 +220,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _patiently(path: Path, read: Callable[[], T]) -> T:
+def _patiently(path: Path, read: Callable[[], T], operation: Operation = "read") -> T:
     """Read, and again while the file system says what may pass, or denies a name that its own folder lists.
 
     An NFS client that has once looked for a name in vain believes that for up to half a minute; listing the folder
@@ -215,7 +229,7 @@ def _patiently(path: Path, read: Callable[[], T]) -> T:
 
     def once() -> T:
         try:
-            with _reported(path):
+            with _reported(path, operation):
                 return read()
         except ObjectNotFound as error:
             if _is_listed(path):
@@ -233,24 +247,11 @@ def _is_listed(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _reported(path: Path) -> Iterator[None]:
+def _reported(path: Path, operation: Operation) -> Iterator[None]:
     """Turn an OSError into the error of this project that says what to do."""
     try:
         yield
     except StoreError:
         raise
     except OSError as error:
-        found = os.strerror(error.errno) if error.errno else str(error)
-        if error.errno in _ABSENT:
-            raise ObjectNotFound("no such object", file=str(path)) from error
-        if error.errno == errno.EEXIST:
-            raise ObjectExists("object exists", file=str(path)) from error
-        if error.errno in _MAY_PASS:
-            raise StoreUnavailable("the file system failed", file=str(path), found=found) from error
-        hint = {
-            errno.ENOSPC: "Free space there, or prune old versions; nothing of this version was published.",
-            errno.EDQUOT: "Raise the quota, or prune old versions; nothing of this version was published.",
-            errno.EACCES: "Give this user the right to write there.",
-            errno.EROFS: "Mount it writable.",
-        }.get(error.errno or 0)
-        raise StoreError("the file system refused", file=str(path), found=found, hint=hint) from error
+        raise error_of(error, path, operation) from error
