@@ -5,8 +5,9 @@
 2. metadata.json in the same folder, durable;
 3. versions/N.json, created exclusively: from here on the version exists.
 
-A failure before 3 leaves a folder that nobody reads. "Exists" and "unknown" at 3 are told apart by reading the object
-back: one's own publication id means success, another's that a second trainer is at work.
+A failure before 3 leaves no folder, or one that nobody reads (`trainer_hooks.leftovers`). "Exists" and "unknown" at 3
+are told apart by reading the object back: one's own publication id means success, another's that a second trainer is at
+work.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import xxhash
 
 from vllm_delta_snapshot.delta_folder import DigestedChange, Lineage, WriterNotes, utc_now, write_delta_folder
 from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, StoreUnavailable, VersionConflict
+from vllm_delta_snapshot.failed_folder import removed_if_failed
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.blocks import EncodedBlock
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
@@ -59,17 +61,18 @@ def write_publication(
     """
     publication_id = uuid.uuid4().hex
     folder = layout.delta_folder(lineage.version, publication_id)
-    written = write_delta_folder(
-        store,
-        folder,
-        publication_id,
-        lineage,
-        digested,
-        notes,
-        keep=keep,
-        pool=pool,
-        max_file_bytes=max_file_bytes,
-    )
+    with removed_if_failed(store, folder):
+        written = write_delta_folder(
+            store,
+            folder,
+            publication_id,
+            lineage,
+            digested,
+            notes,
+            keep=keep,
+            pool=pool,
+            max_file_bytes=max_file_bytes,
+        )
     return record_of(lineage, publication_id, folder, written.metadata, written.data)
 
 

@@ -19,6 +19,7 @@ from trainer_hooks.conduct import Conduct, WhenBusy
 from trainer_hooks.device_diff import DeviceDiff, DiffOn
 from trainer_hooks.fit import check_fit
 from trainer_hooks.kernel import load_kernel
+from trainer_hooks.leftovers import Leftovers
 from trainer_hooks.names import Names
 from trainer_hooks.notes import notes_of
 from trainer_hooks.observers import PublishObserver
@@ -151,7 +152,7 @@ class DeltaPublisher(BasePublisher):
             buffer_bytes=buffer_bytes or default_buffer_bytes(checkpoint_bytes),
             exit_timeout_s=drain_timeout_s,
             on_commit=() if self._upkeep is None else (self._upkeep.after,),
-            observers=tuple(observers),
+            observers=(Leftovers(self._store), *observers),
         )
         lacks = settle(lacks, state.version, state.baseline.bits, checkpoint, self._store.uri)
         self._published = Published(state, lacks)

@@ -19,6 +19,7 @@ import xxhash
 from vllm_delta_snapshot.chain import plan_chain
 from vllm_delta_snapshot.delta_folder import DigestedChange, Lineage, WriterNotes, utc_now, write_delta_folder
 from vllm_delta_snapshot.errors import CorruptFile, OutOfOrder
+from vllm_delta_snapshot.failed_folder import removed_if_failed
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.choose import encoding_for
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
@@ -101,9 +102,10 @@ def compact(folder: RunFolder, base_version: int, version: int) -> CompactReport
     steps = fold(_each(folder, plan.steps, metadata))
     lineage = Lineage(run.run_id, version, base_version, digest, run.base.total_elements)
     notes = WriterNotes(base_model=run.base.name, step=metadata[-1].step)
-    written = write_delta_folder(
-        folder.store, target, publication_id, lineage, _encoded(steps, metadata, run.encodings), lambda: notes
-    )
+    with removed_if_failed(folder.store, target):
+        written = write_delta_folder(
+            folder.store, target, publication_id, lineage, _encoded(steps, metadata, run.encodings), lambda: notes
+        )
     if written.metadata.state_digest != plan.state_digest:
         remove_folder(folder.store, target)
         raise CorruptFile(

@@ -23,6 +23,7 @@ from trainer_hooks.base_publisher import BasePublisher
 from trainer_hooks.conduct import Conduct, WhenBusy
 from trainer_hooks.device_diff import DeviceDiff, DiffOn
 from trainer_hooks.kernel import load_kernel
+from trainer_hooks.leftovers import Leftovers
 from trainer_hooks.names import Names
 from trainer_hooks.notes import notes_of
 from trainer_hooks.observers import PublishObserver
@@ -168,7 +169,7 @@ class ShardedPublisher(BasePublisher):
             buffer_bytes=buffer_bytes or default_buffer_bytes(opened.baseline.num_bytes),
             exit_timeout_s=drain_timeout_s,
             on_commit=() if self._upkeep is None else (self._upkeep.after,),
-            observers=tuple(observers),
+            observers=(Leftovers(self._store), *observers),
         )
         logger.info(
             "opened run=%s sync_dir=%s version=%d rank=%d of %d elements=%d of %d",

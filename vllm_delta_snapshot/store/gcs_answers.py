@@ -13,8 +13,6 @@ from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import Any, Final, Literal
 
-from google.api_core import exceptions as api
-
 from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
 from vllm_delta_snapshot.store.bucket import PastTheEnd
 
@@ -85,7 +83,7 @@ def _check_success(response: Any) -> None:
 
 
 def error_of_answer(
-    error: api.GoogleAPICallError, operation: Operation, where: str, bucket: str, bucket_exists: Callable[[], bool]
+    error: Any, operation: Operation, where: str, bucket: str, bucket_exists: Callable[[], bool]
 ) -> Exception:
     """Return what an answer means.
 
@@ -169,7 +167,7 @@ def _not_found(
     )
 
 
-def _unauthorized(error: api.GoogleAPICallError, operation: Operation, where: str) -> StoreError:
+def _unauthorized(error: Any, operation: Operation, where: str) -> StoreError:
     said = brief(error)
     offset = _offset_s(error)
     if _CLOCK.search(said) or abs(offset) > _MOST_SKEW_S:
@@ -199,7 +197,7 @@ def _skewed(where: str, said: str, offset: float = 0.0) -> StoreError:
     )
 
 
-def _offset_s(error: api.GoogleAPICallError) -> float:
+def _offset_s(error: Any) -> float:
     """Return by how much this clock is ahead of the one that answered; 0 if that did not say what time it is."""
     try:
         return time.time() - parsedate_to_datetime(error.response.headers["date"]).timestamp()
