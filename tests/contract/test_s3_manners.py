@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.fault_proxy import Fault, FaultProxy, Harm, fault_proxy
 from tests.support.object_stores import ministack
+from vllm_delta_snapshot.cli.doctor.storage import store_checks
 from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
 from vllm_delta_snapshot.store import Store, StoreConfig, open_store
 from vllm_delta_snapshot.store.s3 import S3Store
@@ -346,3 +347,20 @@ def test_endpoint_and_addressing_are_as_aws_settings_say_unless_ours_do(
     with client_with(tmp_path, monkeypatch, aws_config, environment, ours) as client:
         url = client.generate_presigned_url("get_object", Params={"Bucket": "bucket", "Key": "run/x"})
         assert url.partition("?")[0] == expected
+
+
+# --- doctor
+
+
+def test_doctor_shows_what_was_set_up_and_fails_on_a_clock_that_is_wrong(
+    proxy: FaultProxy, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
+    found = {check.name: check for check in store_checks(store.uri)}
+    assert f"endpoint {proxy.server.url}" in found["store set-up"].detail
+    assert "with 3 tries" in found["store set-up"].detail
+    assert found["clock"].is_ok
+    proxy.inject(Fault(Harm.REFUSE, ".", 100, status=403, code="RequestTimeTooSkewed"))
+    found = {check.name: check for check in store_checks(store.uri)}
+    assert not found["clock"].is_ok
+    assert "clock of this machine is wrong" in found["clock"].detail + found["clock"].hint

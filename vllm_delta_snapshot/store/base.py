@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
-__all__ = ["HasFolders", "Store", "SweepsUploads", "TellsTime"]
+__all__ = ["HasFolders", "HasSetUp", "Store", "SweepsUploads", "TellsTime"]
 
 
 class Store(Protocol):
@@ -148,4 +148,13 @@ class TellsTime(Protocol):
         Raises:
             StoreError, StoreUnavailable: it cannot be asked; a folder has to be writable.
         """
+        ...
+
+
+@runtime_checkable
+class HasSetUp(Protocol):
+    """A store that is reached by a vendor's library, with what is set up for that."""
+
+    def set_up(self) -> str:
+        """Return what holds, in words and without secrets. Asks nobody."""
         ...

@@ -26,6 +26,7 @@ from vllm_delta_snapshot.store.gcs_upload import FOLDER, Composer
 from vllm_delta_snapshot.store.keys import Prefix
 from vllm_delta_snapshot.store.parts import parts_of
 from vllm_delta_snapshot.store.probe import probe_exclusive_create
+from vllm_delta_snapshot.store.secrets import presentable
 
 if TYPE_CHECKING:
     from vllm_delta_snapshot.store.gcs_answers import Operation
@@ -224,6 +225,10 @@ class GcsStore(BucketStore):
             url = f"{self._client.api_endpoint}/storage/v1/b/{quote(self._bucket.name, safe='')}/o?maxResults=1"
             answer = self._client._http.get(url, timeout=self._timeouts)
         return self._time_of(answer.headers.get("date"))
+
+    def set_up(self) -> str:
+        """See `HasSetUp.set_up`."""
+        return f"endpoint {presentable(str(self._client.api_endpoint))}, project {self._client.project!r}"
 
     def check_exclusive_create(self) -> None:
         """See `Store.check_exclusive_create`."""

@@ -26,6 +26,7 @@ from vllm_delta_snapshot.store.keys import Prefix
 from vllm_delta_snapshot.store.parts import parts_of
 from vllm_delta_snapshot.store.probe import probe_exclusive_create
 from vllm_delta_snapshot.store.s3_client import make_client, reported
+from vllm_delta_snapshot.store.secrets import presentable
 
 __all__ = ["S3Store"]
 
@@ -148,6 +149,17 @@ class S3Store(BucketStore):
         with self._reported("."):
             answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix.of_folder(""), MaxKeys=1)
         return self._time_of(answer["ResponseMetadata"]["HTTPHeaders"].get("date"))
+
+    def set_up(self) -> str:
+        """See `HasSetUp.set_up`."""
+        found = self._client.meta.config
+        retries = found.retries or {}
+        tries = f"{retries.get('mode', 'legacy')} with {retries.get('total_max_attempts', 5)} tries"
+        style = (found.s3 or {}).get("addressing_style", "auto")
+        return (
+            f"endpoint {presentable(str(self._client.meta.endpoint_url))}, region {self._client.meta.region_name}, "
+            f"addressing {style}, retries {tries}, checksums {found.request_checksum_calculation}"
+        )
 
     def check_exclusive_create(self) -> None:
         """See `Store.check_exclusive_create`."""

@@ -15,6 +15,7 @@ from vllm_delta_snapshot.cli.output import human_bytes
 from vllm_delta_snapshot.errors import DeltaSnapshotError, ObjectNotFound, StoreUnavailable
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store, StoreConfig, TellsTime, open_store
+from vllm_delta_snapshot.store.base import HasSetUp
 from vllm_delta_snapshot.store.credentials import credentials_of
 from vllm_delta_snapshot.store.mounts import MOUNTINFO, Mount, mount_of
 from vllm_delta_snapshot.store.posix import PosixStore
@@ -64,6 +65,8 @@ def store_checks(sync_dir: str) -> Iterator[Check]:
         return
     if folder.store.uri.startswith(("s3://", "gs://")):
         yield _credentials_check(folder.store.uri)
+    if isinstance(folder.store, HasSetUp):
+        yield Check("store set-up", True, folder.store.set_up())
     is_there = True
     try:
         run_id = folder.read_run().run_id
@@ -116,6 +119,10 @@ def clock_check(store: Store) -> Check:
         theirs = store.now()
         ours = (before + time.time()) / 2
     except DeltaSnapshotError as error:
+        try:
+            store.list("")  # engines need that; a store that merely tells no time gives it
+        except DeltaSnapshotError as refused:
+            return failed("clock", refused)
         return Check("clock", True, f"cannot be compared from here: {error}")
     behind = theirs - ours
     side = "behind" if behind > 0 else "ahead of"
