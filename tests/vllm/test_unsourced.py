@@ -4,6 +4,7 @@ where an engine would not be what the trainer has, refused with words that say w
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,26 @@ def test_base_with_tensors_that_nobody_loads_is_served_exactly(architecture: str
     with engine(final, **options) as fresh:
         assert fresh.checksums() == checksums
         assert fresh.tokens() == tokens
+
+
+def test_two_workers_agree_on_what_neither_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    base, sync_dir, final = tmp_path / "base", tmp_path / "run", tmp_path / "final"
+    model, _ = make_base("llama_tied", base)
+    two: dict[str, Any] = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    with (
+        DeltaPublisher(model, sync_dir=str(sync_dir), base=base, unsourced=["*.inv_freq"]) as publisher,
+        engine(base, **two) as live,
+    ):
+        live.init(sync_dir=str(sync_dir))
+        train_step(model, 1)
+        version = publisher.publish().wait().version
+        sync_llm(live.llm, version, stage_timeout_s=60, run_id=publisher.run_id)
+        verify_llm(live.llm)
+        checksums = live.all_checksums()
+    materialize(RunFolder(open_store(str(sync_dir))), Checkpoint(base), 1, final)
+    with engine(final, **two) as fresh:
+        assert fresh.all_checksums() == checksums
 
 
 @pytest.mark.skipif(
