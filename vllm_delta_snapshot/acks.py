@@ -40,6 +40,7 @@ __all__ = ["Acknowledgement", "Acknowledger", "check_sampler", "read_acknowledge
 _SAMPLER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _NUMBER: Final = re.compile(r"(\d{8})\.json")
 _MAX_BYTES: Final = 1 << 16
+_MAX_NUMBER: Final = 99_999_999
 _KEPT: Final = 2
 """How many of its own a sampler leaves: a reader that has listed one may read it yet."""
 _POLL_S: Final = (0.05, 1.0)
@@ -112,6 +113,13 @@ class Acknowledger:
         ).to_json()
         if self._next is None:
             self._next = max(_numbers(self._store, self._folder), default=0) + 1
+        if self._next > _MAX_NUMBER:  # no follower gets there by itself; a longer name would be seen by nobody
+            self._next = None
+            raise StoreError(
+                f"version {version} cannot be acknowledged: a stray acknowledgement has the last number",
+                file=f"{self._store.uri}/{self._folder}/{_MAX_NUMBER:08d}.json",
+                hint="Delete that file; this is said again with the next version.",
+            )
         try:
             self._store.create(f"{self._folder}/{self._next:08d}.json", data)
         except ObjectExists:
@@ -235,7 +243,12 @@ def _newest(store: Store, sampler: str) -> Acknowledgement | None:
     if number is None:
         return None
     key = f"{folder}/{number:08d}.json"
-    return Acknowledgement.from_json(store.read(key, max_bytes=_MAX_BYTES), file=f"{store.uri}/{key}")
+    where = f"{store.uri}/{key}"
+    try:
+        return Acknowledgement.from_json(store.read(key, max_bytes=_MAX_BYTES), file=where)
+    except FormatError as error:
+        hint = "Delete that file; the sampler's follower, if it lives, says anew what it serves with its next version."
+        raise error.placed(file=where, hint=hint) from error
 
 
 def _numbers(store: Store, folder: str) -> list[int]:

@@ -7,15 +7,25 @@ pruned is not asked for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
-from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, OutOfOrder
+from vllm_delta_snapshot.errors import (
+    BaseMismatch,
+    BrokenChain,
+    ChainError,
+    DeltaSnapshotError,
+    FormatError,
+    OutOfOrder,
+)
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.version import DeltaRecord
 
 __all__ = ["ChainPlan", "Shortcuts", "Step", "known_way", "newest_in_line", "plan_chain", "plan_steps"]
+
+logger = logging.getLogger(__name__)
 
 Step = tuple[int, int]
 """A delta by its base version and its version."""
@@ -79,14 +89,54 @@ def plan_chain(
         version: the version wanted.
         shortcuts: merged deltas, and what was pruned.
 
+    A merged delta whose record lies, or cannot be read, is left aside; only if there is no other way is it raised.
+
     Raises:
         OutOfOrder: `version` lies before `base_version`.
         BrokenChain: a version between is missing or pruned, or does not start from the one before it.
         BaseMismatch: a delta starts from another state than the one before it ends in.
     """
+    existing, shortcuts = list(existing), shortcuts or Shortcuts()
+    problem: DeltaSnapshotError | None = None
+    while True:
+        try:
+            numbers = plan_steps(existing, base_version, version, shortcuts)
+        except ChainError:
+            if problem is not None:
+                raise problem from None
+            raise
+        try:
+            return _read_chain(numbers, read, base_version, base_state_digest, version)
+        except _MergedLies as lies:
+            logger.warning("leaving aside a merged delta: %s", lies.error)
+            problem = problem or lies.error
+            shortcuts = replace(shortcuts, merged=tuple(step for step in shortcuts.merged if step != lies.step))
+
+
+class _MergedLies(Exception):
+    """The record of a merged delta cannot be believed."""
+
+    def __init__(self, step: Step, error: DeltaSnapshotError) -> None:
+        super().__init__(str(error))
+        self.step = step
+        self.error = error
+
+
+def _read_chain(
+    numbers: Iterable[Step],
+    read: Callable[[int, int], DeltaRecord],
+    base_version: int,
+    base_state_digest: str,
+    version: int,
+) -> ChainPlan:
     steps = []
     at, digest = base_version, base_state_digest
-    for base, number in plan_steps(existing, base_version, version, shortcuts or Shortcuts()):
+    for base, number in numbers:
+        if base != number - 1:
+            record = _read_merged(read, (base, number), digest)
+            at, digest = number, record.state_digest
+            steps.append(record)
+            continue
         record = read(base, number)
         if record.base_version != at:
             raise BrokenChain(
@@ -107,6 +157,31 @@ def plan_chain(
         at, digest = number, record.state_digest
         steps.append(record)
     return ChainPlan(base_version, version, base_state_digest, digest, tuple(steps))
+
+
+def _read_merged(read: Callable[[int, int], DeltaRecord], step: Step, digest: str) -> DeltaRecord:
+    """Return the record of a merged delta; it has to lead from the state at hand to that of its version."""
+    base, number = step
+    leads_to = read(number - 1, number).state_digest
+    file = layout.merged_key(base, number)
+    hint = "Delete that file: the deltas of the versions that it spans serve. Then: delta-snapshot verify SYNC_DIR."
+    try:
+        record = read(base, number)
+    except (ChainError, FormatError) as error:
+        raise _MergedLies(step, error.placed(file=file, hint=hint)) from error
+    found = (record.base_version, record.base_state_digest, record.state_digest)
+    if found != (base, digest, leads_to):
+        raise _MergedLies(
+            step,
+            BaseMismatch(
+                f"the merged delta from version {base} to {number} does not lead from one to the other",
+                file=file,
+                expected=f"from version {base}, state digests {digest} and {leads_to}",
+                found=f"from version {found[0]}, state digests {found[1]} and {found[2]}",
+                hint=hint,
+            ),
+        )
+    return record
 
 
 def plan_steps(existing: Iterable[int], base_version: int, version: int, shortcuts: Shortcuts) -> list[tuple[int, int]]:

@@ -87,15 +87,21 @@ def plan_pruning(folder: RunFolder, policy: RetentionPolicy) -> PrunePlan:
     """
     run_id = folder.read_run().run_id
     existing, shortcuts = folder.versions(), folder.shortcuts()
-    newest = folder.newest()  # or nothing is deleted: a stray record must not make all others old
+    # Or nothing is deleted: a record, mark or acknowledgement that lies must not make all others old.
+    newest = folder.newest()
+    problem = folder.mark_problem()
+    if problem is not None:
+        raise problem
+    acknowledgements = read_acknowledgements(folder.store, run_id, newest=newest)
     held_by: list[str] = []
     kept_anchors = _anchors_to_keep(folder, shortcuts.anchors, policy)
+    strange = _unreadable(folder, set(shortcuts.anchors) - set(policy.drop_anchors), held_by)
     left = Shortcuts(merged=shortcuts.merged, pruned=shortcuts.pruned)
     if policy.drop_anchors and not any(_leads(existing, start, newest, left) for start in {0, *kept_anchors}):
         kept_anchors |= set(shortcuts.anchors)
         held_by.append("no anchor can be dropped: one of them is the only way to the newest version")
     limit = newest - policy.keep_versions
-    for name, said in sorted(read_acknowledgements(folder.store, run_id, newest=newest).items()):
+    for name, said in sorted(acknowledgements.items()):
         if said.version < limit and _is_live(said, policy.ack_max_age_s):
             limit = said.version
             held_by.append(f"sampler {name} is at version {said.version}")
@@ -109,7 +115,7 @@ def plan_pruning(folder: RunFolder, policy: RetentionPolicy) -> PrunePlan:
         newest=newest,
         up_to=up_to,
         was_pruned=shortcuts.pruned,
-        anchors=tuple(version for version in shortcuts.anchors if version not in kept_anchors),
+        anchors=tuple(version for version in shortcuts.anchors if version not in kept_anchors | strange),
         merged=merged,
         folders=(
             *_delta_folders(folder, existing, up_to),
@@ -165,13 +171,28 @@ def _remove_recorded(store: Store, key: str, folders: Iterable[str]) -> int:
 
 
 def _anchors_to_keep(folder: RunFolder, anchors: Iterable[int], policy: RetentionPolicy) -> set[int]:
-    """Return the anchors that stay. One that cannot be read counts for none, and goes."""
+    """Return the anchors that stay. One that is not whole counts for none, and goes."""
     wanted = set(anchors) - set(policy.drop_anchors)
     good = [version for version in sorted(wanted, reverse=True) if _is_whole(folder, version)]
     kept = set(good[: max(1, policy.keep_anchors)])
     if policy.keep_anchor_every:
         kept |= {version for version in good if version % policy.keep_anchor_every == 0}
     return kept
+
+
+def _unreadable(folder: RunFolder, anchors: Iterable[int], held_by: list[str]) -> set[int]:
+    """Return the anchors of which not even the record can be believed: what lies there is for somebody to look at."""
+    found = set()
+    for version in anchors:
+        try:
+            folder.read_anchor(version)
+        except (ChainError, FormatError) as error:
+            found.add(version)
+            held_by.append(
+                f"anchor {version} cannot be read ({error}); "
+                f"to delete it: delta-snapshot prune {folder.store.uri} --drop-anchor {version} --yes"
+            )
+    return found
 
 
 def _is_whole(folder: RunFolder, version: int) -> bool:

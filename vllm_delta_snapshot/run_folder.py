@@ -16,7 +16,10 @@ import xxhash
 from vllm_delta_snapshot.chain import Shortcuts, newest_in_line
 from vllm_delta_snapshot.errors import (
     BrokenChain,
+    ChainError,
     CorruptFile,
+    DeltaSnapshotError,
+    FormatError,
     LimitExceeded,
     ObjectNotFound,
     RunMismatch,
@@ -29,6 +32,7 @@ from vllm_delta_snapshot.format.metadata import MAX_METADATA_BYTES, DeltaMetadat
 from vllm_delta_snapshot.format.run import MAX_RUN_BYTES, RunInfo
 from vllm_delta_snapshot.format.version import MAX_VERSION_BYTES, DeltaRecord, MergedRecord, VersionRecord
 from vllm_delta_snapshot.format.wire import WireModel
+from vllm_delta_snapshot.pruned_marks import PrunedMarks
 from vllm_delta_snapshot.store import Store
 
 __all__ = ["RunFolder"]
@@ -48,6 +52,8 @@ class RunFolder:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._run: RunInfo | None = None
+        self._marks = PrunedMarks(store, lambda: self.read_run().run_id, lambda: self.newest_and_stray()[0])
+        self._good_anchors: set[int] = set()
 
     def read_run(self) -> RunInfo:
         """Return run.json; read once, it never changes.
@@ -98,7 +104,8 @@ class RunFolder:
         newest = versions[-1] if versions else 0
         if len(versions) == newest:  # every number from 1 on, once
             return newest, None
-        newest = newest_in_line(versions, self._numbers(layout.ANCHORS_FOLDER))
+        anchors = [version for version in self._numbers(layout.ANCHORS_FOLDER) if self._is_anchor(version)]
+        newest = newest_in_line(versions, anchors)
         beyond = [version for version in versions if version > newest]
         if not beyond:
             return newest, None
@@ -126,16 +133,36 @@ class RunFolder:
         )
 
     def pruned(self) -> int:
-        """Return up to which version deltas are gone; 0 if none is. One listing.
+        """Return up to which version deltas are gone; 0 if none is. One listing, and a read for a new mark.
+
+        A mark that lies is not believed; see `mark_problem`.
 
         Raises:
             StoreUnavailable: try again.
         """
-        return max(self._numbers(layout.PRUNED_FOLDER), default=0)
+        return self._marks.find()[0]
+
+    def mark_problem(self) -> DeltaSnapshotError | None:
+        """Return what is wrong with the mark of what was pruned, if anything.
+
+        Raises:
+            StoreUnavailable: try again.
+        """
+        return self._marks.find()[1]
+
+    def _is_anchor(self, version: int) -> bool:
+        """Say whether an anchor's record is this run's, and of the state that its version's record says."""
+        if version not in self._good_anchors:
+            try:
+                if self.read_anchor(version).state_digest != self.read_version(version).state_digest:
+                    return False
+            except (ChainError, FormatError):
+                return False
+            self._good_anchors.add(version)
+        return True
 
     def _numbers(self, folder: str) -> list[int]:
-        found = map(layout.version_of_key, self.store.list(folder))
-        return sorted(version for version in found if version is not None)
+        return layout.numbers_of(self.store.list(folder))
 
     def read_version(self, version: int) -> VersionRecord:
         """Return the record of a version, checked to be of this run and of this number.
@@ -279,7 +306,12 @@ class RunFolder:
                     file=self._where(key),
                     hint="An engine that starts now comes past it, from an anchor: restart this one.",
                 ) from error
-            raise CorruptFile(f"{what} is committed but its metadata is missing", file=self._where(key)) from error
+            lying = self.mark_problem()
+            raise CorruptFile(
+                f"{what} is committed but its metadata is missing",
+                file=self._where(key),
+                hint=None if lying is None else f"It may have been pruned; the mark cannot be believed: {lying}",
+            ) from error
         found = (len(data), xxhash.xxh3_128_hexdigest(data))
         if found != (record.metadata_bytes, record.metadata_xxh3_128):
             raise CorruptFile(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -92,6 +92,8 @@ def upkeep(
     """
     report = UpkeepReport()
     newest, shortcuts = folder.newest(), folder.shortcuts()
+    # An anchor beyond the newest version is none: it must not keep others from being due.
+    shortcuts = replace(shortcuts, anchors=tuple(version for version in shortcuts.anchors if version <= newest))
     for step in due_merges(newest, shortcuts, policy):
         report.merged.append(compact(folder, *step))
     due = due_anchor(folder, newest, shortcuts, policy)

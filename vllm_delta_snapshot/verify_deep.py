@@ -96,6 +96,7 @@ class _DeepVerifier(Verifier):
                     yield step[1], partial(self._foresee, step)
         for step in self._shortcuts.merged:
             yield step[1], partial(self._merged, step)
+        yield self._shortcuts.pruned, self._mark
 
     def _version(self, version: int) -> int:
         try:

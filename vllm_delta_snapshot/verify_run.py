@@ -107,7 +107,7 @@ class Verifier:
         self._result = RunVerification(
             run.run_id,
             versions=len(self._existing),
-            newest=max(self._existing, default=0),
+            newest=folder.newest_and_stray()[0],
             pruned=self._shortcuts.pruned,
             anchors=len(self._shortcuts.anchors),
             merged=len(self._shortcuts.merged),
@@ -131,6 +131,7 @@ class Verifier:
             yield step[1], partial(self._merged, step)
         for version in self._shortcuts.anchors:
             yield version, partial(self._anchor, version)
+        yield self._shortcuts.pruned, self._mark
 
     def _run_check(self, version: int, check: Check) -> None:
         try:
@@ -177,6 +178,12 @@ class Verifier:
         with scratch_folder() as temporary:
             fetch_anchor(self._folder, record, temporary)
         return record.payload_bytes
+
+    def _mark(self) -> int:
+        problem = self._folder.mark_problem()
+        if problem is not None:
+            raise problem
+        return 0
 
     def _hint(self) -> str:
         return (

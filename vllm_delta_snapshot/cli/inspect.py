@@ -87,6 +87,7 @@ def _describe_run(sync_dir: str) -> dict[str, Any]:
     info = folder.read_run()
     versions, shortcuts = folder.versions(), folder.shortcuts()
     newest, stray = folder.newest_and_stray()
+    wrong = [str(error) for error in (stray, folder.mark_problem()) if error is not None]
     specs = info.specs()
     return {
         "kind": "run",
@@ -102,7 +103,7 @@ def _describe_run(sync_dir: str) -> dict[str, Any]:
         "encodings": list(info.encodings),
         "num_versions": len(versions),
         "newest_version": newest,
-        "out_of_line": None if stray is None else str(stray),
+        "out_of_line": "; ".join(wrong) or None,
         "anchors": list(shortcuts.anchors),
         "merged": [list(step) for step in shortcuts.merged],
         "pruned_up_to": shortcuts.pruned,

@@ -7,6 +7,7 @@ Version numbers are padded to eight digits, so that a listing in name order is a
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 from vllm_delta_snapshot.errors import CorruptFile, LimitExceeded
@@ -29,6 +30,7 @@ __all__ = [
     "merged_folder",
     "merged_key",
     "merged_of_key",
+    "numbers_of",
     "pruned_key",
     "step_of_merged",
     "version_key",
@@ -62,6 +64,11 @@ def version_key(version: int) -> str:
         LimitExceeded: the version needs more than eight digits, or is negative.
     """
     return f"{VERSIONS_FOLDER}/{_padded(version)}.json"
+
+
+def numbers_of(names: Iterable[str]) -> list[int]:
+    """Return the versions that names in a folder of records are of, ascending; other names are none."""
+    return sorted(version for version in map(version_of_key, names) if version is not None)
 
 
 def anchor_key(version: int) -> str:

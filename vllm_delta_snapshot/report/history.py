@@ -82,6 +82,7 @@ class RunHistory:
         acknowledgements: what each sampler said last, by name.
         anchors: versions that also lie there as whole checkpoints, ascending.
         merged: deltas over several versions, that lie there beside those of each.
+        in_line: the newest version that something leads to; ``None`` for the last of `versions`.
     """
 
     run_id: str
@@ -95,10 +96,13 @@ class RunHistory:
     acknowledgements: Mapping[str, Acknowledgement] = field(default_factory=dict)
     anchors: Sequence[AnchorRecord] = ()
     merged: Sequence[MergedRecord] = ()
+    in_line: int | None = None
 
     @property
     def newest(self) -> int:
         """The newest version; 0 if there is none but the base."""
+        if self.in_line is not None:
+            return self.in_line
         return self.versions[-1].version if self.versions else 0
 
     @property
@@ -195,6 +199,10 @@ def read_history(folder: RunFolder, *, progress: Progress | None = None) -> RunH
             if progress:
                 progress(done, len(existing))
     anchors, merged = _read_shortcuts(folder, shortcuts, problems)
+    newest, _ = folder.newest_and_stray()
+    lying = folder.mark_problem()
+    if lying is not None:
+        problems.append(RunProblem(newest, lying))
     return RunHistory(
         run_id=run.run_id,
         base=run.base.name,
@@ -207,6 +215,7 @@ def read_history(folder: RunFolder, *, progress: Progress | None = None) -> RunH
         acknowledgements=_acknowledgements(folder, run.run_id),
         anchors=anchors,
         merged=merged,
+        in_line=newest,
     )
 
 

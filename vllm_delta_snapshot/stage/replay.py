@@ -16,6 +16,7 @@ from pathlib import Path
 from vllm_delta_snapshot.chain import ChainPlan, Shortcuts, plan_chain
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import BaseMismatch, BrokenChain, ChainError, DeltaSnapshotError, FormatError
+from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.anchor import AnchorRecord
 from vllm_delta_snapshot.format.metadata import DeltaMetadata, TensorEntry
 from vllm_delta_snapshot.format.run import RunInfo
@@ -125,7 +126,9 @@ def plan_run(folder: RunFolder, version: int, *, start: tuple[int, str] | None, 
     for number in reversed(anchors):
         try:
             record = folder.read_anchor(number)
-            plan = RunPlan(record, chain_from(number, folder.read_version(number).state_digest))
+            digest = folder.read_version(number).state_digest
+            _check_anchor(folder, record, digest)
+            plan = RunPlan(record, chain_from(number, digest))
         except (ChainError, FormatError) as error:  # it went since it was listed, or is damaged: another may do
             problem = problem or error
             continue
@@ -138,6 +141,18 @@ def plan_run(folder: RunFolder, version: int, *, start: tuple[int, str] | None, 
             hint="Say where the base is: --base FOLDER",
         )
     return min(found, key=lambda pair: pair[0])[1]
+
+
+def _check_anchor(folder: RunFolder, record: AnchorRecord, state_digest: str) -> None:
+    """Check that an anchor's record is of the state that its version has."""
+    if record.state_digest != state_digest:
+        raise BaseMismatch(
+            f"the anchor of version {record.version} is of another state than the version",
+            file=f"{folder.store.uri}/{layout.anchor_key(record.version)}",
+            expected=f"state digest {state_digest}",
+            found=f"state digest {record.state_digest}",
+            hint=f"Delete it: delta-snapshot prune {folder.store.uri} --drop-anchor {record.version} --yes",
+        )
 
 
 @contextlib.contextmanager
