@@ -276,9 +276,18 @@ def test_server_whose_weights_were_changed_is_repaired_first(server: EngineStub)
         "/start_weight_update",
         "/update_weights",
         "/finish_weight_update",
+        "/weight_info",
         "/reset_prefix_cache?reset_running_requests=false",
         "/reset_mm_cache",
         "/reset_encoder_cache",
+        "/resume",
+    ]
+    update = paths[len(paths) - 1 - paths[::-1].index("/pause?mode=keep") :]
+    assert update[-5:] == [
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/weight_info",
         "/resume",
     ]
 

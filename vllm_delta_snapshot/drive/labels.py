@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The version label of a server, and how it is kept true.
 
-vLLM keeps the label beside the engine, and any driver may set it. So whoever has set one asks the engine afterwards
-whether it serves that very version of that run. If another driver came between, the label becomes what the engine says.
+vLLM keeps the label beside the engine, and any driver may set it, or die between a write and the label. So nobody
+resumes an engine before it was asked whether it serves the very version of the run that the label names. If another
+driver came between, the label becomes what the engine says.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any, Final
 
 from vllm_delta_snapshot.drive.client import ServerClient, ServerError
 from vllm_delta_snapshot.errors import OutOfOrder, RunMismatch
+from vllm_delta_snapshot.requests import asked_for
 
 __all__ = [
     "UNCERTAIN_LABEL",
     "close_session",
     "confirm_label",
+    "correct_label",
     "open_session",
     "run_and_version",
     "served_instead",
@@ -44,17 +47,19 @@ def run_and_version(label: str) -> tuple[str, int] | None:
     return (run_id, int(version)) if separator and run_id and version.isdecimal() else None
 
 
-def confirm_label(client: ServerClient, asked: dict[str, Any], label: str) -> None:
-    """See that a server serves what was asked for, and that its label says so. Blocks; generation goes on.
+def confirm_label(client: ServerClient, asked: dict[str, Any], label: str) -> ServerError | None:
+    """See that a server serves what was asked for, and that its label says so; make the label true. Blocks.
 
     Args:
         client: the server.
         asked: `update_info` with version and run.
         label: the label that was set for it.
 
+    Returns:
+        ``None``, or that another driver has brought the server elsewhere (its `kind` is `OutOfOrder` or `RunMismatch`).
+
     Raises:
-        ServerError: another driver has brought the server elsewhere (its `kind` is `OutOfOrder` or `RunMismatch`); the
-            label is what the engine serves.
+        ServerError: it could not be asked.
     """
     for _ in range(_MOST_TRIES):
         elsewhere = served_instead(client, asked)
@@ -63,8 +68,18 @@ def confirm_label(client: ServerClient, asked: dict[str, Any], label: str) -> No
             break
         logger.warning("server=%s was labelled by another driver; it serves %s", client.url, true_label)
         client.set_weight_version(true_label)
-    if elsewhere is not None:
-        raise elsewhere
+    return elsewhere
+
+
+def correct_label(client: ServerClient) -> bool:
+    """Make the label name what the engine serves; say whether it did not. Labels that name no run are left. Blocks.
+
+    Raises:
+        ServerError: it could not be asked.
+    """
+    label = client.weight_version()
+    named = run_and_version(label)
+    return named is not None and confirm_label(client, asked_for(named[1], named[0], None), label) is not None
 
 
 def served_instead(client: ServerClient, asked: dict[str, Any]) -> ServerError | None:

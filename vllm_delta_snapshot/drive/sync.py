@@ -18,6 +18,7 @@ from vllm_delta_snapshot.drive.labels import (
     UNCERTAIN_LABEL,
     close_session,
     confirm_label,
+    correct_label,
     open_session,
     run_and_version,
     weight_label,
@@ -113,14 +114,16 @@ def sync_server(
         client.finish_update(weight_label(version, run_id))
         apply_s = time.monotonic() - apply_started
         is_cache_reset = _reset_caches(client, running_requests)
+        # Before the first token: a driver that came between, or died, may have left other weights under this label.
+        elsewhere = confirm_label(client, asked, weight_label(version, run_id)) if run_id is not None else None
+        if elsewhere is not None:
+            raise elsewhere
     except ServerError:
         _resume_if_certain(client)
         raise
     resume_started = time.monotonic()
     client.resume()
     resumed = time.monotonic()
-    if run_id is not None:
-        confirm_label(client, asked, weight_label(version, run_id))
     report = UpdateReport(
         client.url,
         version,
@@ -222,6 +225,7 @@ def repair_server(client: ServerClient, *, timeout_s: float = 600.0) -> None:
         open_session(client)
         client.update(action="repair")
         client.finish_update()
+        correct_label(client)
         _reset_caches(client, "recompute")
     except ServerError:
         _resume_if_certain(client)
@@ -265,6 +269,8 @@ def _resume_if_certain(client: ServerClient) -> None:
         open_session(client)
         client.update(action="check")
         client.finish_update()
+        if correct_label(client):
+            _reset_caches(client, "recompute")  # whoever wrote those weights may have died before that
         client.resume()
     except ServerError as error:
         logger.error("server=%s stays paused: it does not vouch for its weights: %s", client.url, error)
