@@ -7,11 +7,13 @@
 
 A failure before 3 leaves no folder, or one that nobody reads (`trainer_hooks.leftovers`). "Exists" and "unknown" at 3
 are told apart by reading the object back: one's own publication id means success, another's that a second trainer is at
-work.
+work. And 3 proves that the run is still one's own (`vllm_delta_snapshot.own_run`), and that the version before is there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +21,28 @@ from concurrent.futures import ThreadPoolExecutor
 import xxhash
 
 from vllm_delta_snapshot.delta_folder import DigestedChange, Lineage, WriterNotes, utc_now, write_delta_folder
-from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, StoreUnavailable, VersionConflict
+from vllm_delta_snapshot.errors import (
+    BrokenChain,
+    ObjectExists,
+    ObjectNotFound,
+    RunMismatch,
+    StoreError,
+    StoreUnavailable,
+    VersionConflict,
+)
 from vllm_delta_snapshot.failed_folder import removed_if_failed
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.blocks import EncodedBlock
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.version import MAX_VERSION_BYTES, VersionRecord
+from vllm_delta_snapshot.own_run import OwnRun, run_id_of
+from vllm_delta_snapshot.retention import remove_folder
 from vllm_delta_snapshot.store import Store
 
 __all__ = ["commit", "is_committed", "record_of", "write_publication"]
+
+logger = logging.getLogger(__name__)
 
 
 def write_publication(
@@ -104,43 +118,108 @@ def record_of(
     )
 
 
-def commit(store: Store, record: VersionRecord) -> None:
+def commit(own: OwnRun, record: VersionRecord) -> None:
     """Make a version visible: step 3. Or find out that it is, after a lost answer.
 
     Raises:
-        VersionConflict: the version exists and is another publication's. Nothing of theirs was touched.
+        RunMismatch: the folder is another run's by now; nothing of this run was left there.
+        BrokenChain: the version before is gone.
+        VersionConflict: the version, or the one before, exists and is another publication's. Nothing of theirs was
+            touched.
         StoreError: it does not exist.
         StoreUnavailable: it may or may not exist; ask `is_committed` before anything else is published.
     """
+    key, data = layout.version_key(record.version), record.to_json()
     try:
-        store.create(layout.version_key(record.version), record.to_json())
-    except (ObjectExists, StoreUnavailable) as error:
-        if not is_committed(store, record):
-            raise error from None
+        _prove_parent(own, record)
+        try:
+            own.create(key, data)
+        except (ObjectExists, StoreUnavailable) as error:
+            if not is_committed(own, record):
+                raise error from None
+    except RunMismatch:
+        with contextlib.suppress(StoreError):  # only this publication has written there
+            remove_folder(own.store, record.folder)
+        raise
+    own.last = (key, data)
 
 
-def is_committed(store: Store, record: VersionRecord) -> bool:
-    """Say whether a version exists and is this publication.
+def is_committed(own: OwnRun, record: VersionRecord) -> bool:
+    """Say whether a version exists, is this publication, and lies in the run that it was made for.
 
     Returns:
         ``False`` if the version does not exist.
 
     Raises:
+        RunMismatch: the folder is another run's by now; if the version had come into it, it was withdrawn.
         VersionConflict: it exists and is another publication's.
         StoreError, StoreUnavailable: it cannot be found out now.
     """
     key = layout.version_key(record.version)
-    try:
-        data = store.read(key, max_bytes=MAX_VERSION_BYTES)
-    except ObjectNotFound:
+    data = own.find(key, record.to_json())
+    if data is None:
         return False
-    existing = VersionRecord.from_json(data, file=f"{store.uri}/{key}")
+    existing = VersionRecord.from_json(data, file=f"{own.store.uri}/{key}")
     if existing.publication_id != record.publication_id:
         raise VersionConflict(
             f"version {record.version} was committed by another trainer",
-            file=f"{store.uri}/{key}",
+            file=f"{own.store.uri}/{key}",
             expected=f"publication {record.publication_id}",
             found=f"publication {existing.publication_id} of {existing.created_at}",
             hint="Stop one of the two trainers. A trainer that restarts now continues after the newest version.",
         )
+    own.last = (key, data)
     return True
+
+
+def _prove_parent(own: OwnRun, record: VersionRecord) -> None:
+    """Check that the version before is there, and leads to where this one starts."""
+    if record.base_version == 0:
+        return
+    key = layout.version_key(record.base_version)
+    where = f"{own.store.uri}/{key}"
+    try:
+        data = own.store.read(key, max_bytes=MAX_VERSION_BYTES)
+    except ObjectNotFound:
+        data = _restored_parent(own, key)
+    if run_id_of(data) != own.run_id:
+        own.check()
+        if own.remove_foreign(key):
+            data = _restored_parent(own, key)
+    parent = VersionRecord.from_json(data, file=where)
+    if parent.state_digest != record.base_state_digest:
+        raise VersionConflict(
+            f"version {record.base_version} is not the one that this trainer published",
+            file=where,
+            expected=f"state digest {record.base_state_digest}",
+            found=f"state digest {parent.state_digest} of publication {parent.publication_id}",
+            hint="Another trainer goes on here, perhaps from an older copy of the run. Stop one of the two; one that "
+            "restarts continues after the newest version.",
+        )
+
+
+def _restored_parent(own: OwnRun, key: str) -> bytes:
+    """Put back the record that this trainer committed last, if somebody took it away and nothing else.
+
+    A trainer that outlived its run and takes back what it created may meet, under the same name, what has just been
+    created by this one.
+    """
+    own.check()
+    lost = BrokenChain(
+        "the version before is gone, so nothing would lead to this one",
+        file=f"{own.store.uri}/{key}",
+        hint="The run has gone back, or lost a record. Restore it from a copy, or start a new run in a sync_dir of its "
+        "own (docs/operations.md).",
+    )
+    if own.last is None or own.last[0] != key:
+        raise lost
+    data = own.last[1]
+    folder = VersionRecord.from_json(data, file=key).folder
+    try:
+        own.store.size(f"{folder}/{layout.METADATA_NAME}")
+    except ObjectNotFound:
+        raise lost from None
+    with contextlib.suppress(ObjectExists):
+        own.create(key, data)
+        logger.warning("put back %s/%s, which somebody had taken away", own.store.uri, key)
+    return own.store.read(key, max_bytes=MAX_VERSION_BYTES)

@@ -25,7 +25,7 @@ from trainer_hooks.source import ParameterSource
 from trainer_hooks.unsourced import Unsourced
 from vllm_delta_snapshot.delta_folder import Lineage
 from vllm_delta_snapshot.format.version import VersionRecord
-from vllm_delta_snapshot.store import Store
+from vllm_delta_snapshot.own_run import OwnRun
 
 __all__ = ["Attempt", "Head", "Published"]
 
@@ -94,30 +94,30 @@ class Published:
         """Have the next pass believe no fingerprint."""
         self._fingerprints = {}
 
-    def commit(self, store: Store, attempt: Attempt) -> None:
+    def commit(self, own: OwnRun, attempt: Attempt) -> None:
         """Commit a publication whose files are written, and move to it. Blocks.
 
         Raises:
-            VersionConflict: the version exists and is another trainer's.
+            RunMismatch, BrokenChain, VersionConflict: see `trainer_hooks.publish.commit`.
             StoreError: it was not committed.
             StoreUnavailable: nobody knows; `settle` finds out.
         """
         self._attempt = attempt
-        commit(store, attempt.record)
+        commit(own, attempt.record)
         self._adopt(attempt)
 
-    def settle(self, store: Store, reopen: Callable[[], PublishedState]) -> bool:
+    def settle(self, own: OwnRun, reopen: Callable[[], PublishedState]) -> bool:
         """Find out what became of an earlier commit whose answer never came. Blocks only if there was one.
 
         Args:
-            store: the run's store.
+            own: the run.
             reopen: opens the run again, where a move to a version was broken off.
 
         Returns:
             Whether it was committed; then it is adopted.
 
         Raises:
-            VersionConflict: another trainer has committed this version.
+            RunMismatch, VersionConflict: see `trainer_hooks.publish.is_committed`.
             StoreError, StoreUnavailable: it cannot be found out now; ask again.
         """
         if self._is_moving:
@@ -127,7 +127,7 @@ class Published:
         attempt = self._attempt
         if attempt is None:
             return False
-        found = is_committed(store, attempt.record)
+        found = is_committed(own, attempt.record)
         if found:
             logger.warning("version=%d was committed although its answer was lost", attempt.record.version)
             self._adopt(attempt)

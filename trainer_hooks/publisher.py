@@ -35,6 +35,7 @@ from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
 from vllm_delta_snapshot.format.digest import add_digests, format_digest
 from vllm_delta_snapshot.ordered import thread_pool
+from vllm_delta_snapshot.own_run import OwnRun
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 from vllm_delta_snapshot.upkeep import UpkeepPolicy
@@ -155,6 +156,7 @@ class DeltaPublisher(BasePublisher):
             observers=(Leftovers(self._store), *observers),
         )
         lacks = settle(lacks, state.version, state.baseline.bits, checkpoint, self._store.uri)
+        self._own = OwnRun(self._store, state.run.run_id)
         self._published = Published(state, lacks)
         if (kernel := load_kernel()) is not None:
             kernel.warm_up(checkpoint.specs.values())
@@ -197,7 +199,7 @@ class DeltaPublisher(BasePublisher):
         notes = notes_of(self._base_model, step, metrics)
         self._turns.settle(self._find_out)
         differ = self._published.differ(self._source, self._base_model, self._device_diff, self._audit_every)
-        writing = WholeWriting(self._rules, self._store, self._published, differ, notes, started=started)
+        writing = WholeWriting(self._rules, self._own, self._published, differ, notes, started=started)
         return self._turns.take(writing, is_asynchronous=self._conduct.asynchronous)
 
     def _audit(self) -> int:
@@ -222,8 +224,9 @@ class DeltaPublisher(BasePublisher):
         return elements
 
     def _find_out(self) -> bool:
-        return self._published.settle(self._store, self._reopened)
+        return self._published.settle(self._own, self._reopened)
 
     def _reopened(self) -> PublishedState:
+        self._own.check()
         memory = self._device_diff.host_memory()
         return open_run(RunFolder(self._store), Checkpoint(self._base_model), self._rules.encoding, memory)

@@ -16,7 +16,7 @@ from typing import Final
 
 from trainer_hooks.baseline import Baseline
 from trainer_hooks.pinned import HostMemory
-from vllm_delta_snapshot.chain import ChainPlan
+from vllm_delta_snapshot.chain import ChainPlan, newest_in_line
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.delta_folder import TOOL, utc_now
 from vllm_delta_snapshot.errors import (
@@ -34,6 +34,7 @@ from vllm_delta_snapshot.format.choose import POLICIES, encodings_of
 from vllm_delta_snapshot.format.digest import format_digest, state_digest
 from vllm_delta_snapshot.format.run import BaseIdentity, RunInfo
 from vllm_delta_snapshot.format.wire import SpecEntry
+from vllm_delta_snapshot.own_run import OwnRun
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.stage.replay import opened_start, opened_version, plan_run
 from vllm_delta_snapshot.stage.resolve import resolve_all
@@ -108,6 +109,8 @@ def find_run(folder: RunFolder, base: Checkpoint, base_digest: str, policy: str 
         run = folder.read_run()
     except ObjectNotFound:
         run = _create_run(folder, base, base_digest, wanted)
+    own = OwnRun(folder.store, run.run_id)
+    own.drop_foreign(layout.version_key(version) for version in reversed(folder.versions()))
     _check_base(folder, run, base, base_digest)
     if policy is not None and not set(wanted) <= set(run.encodings):
         raise RunMismatch(
@@ -151,6 +154,18 @@ def policy_of(encodings: Sequence[str]) -> str:
 
 
 def _create_run(folder: RunFolder, base: Checkpoint, base_digest: str, encodings: tuple[str, ...]) -> RunInfo:
+    versions = folder.versions()
+    if newest_in_line(versions, ()) or folder.shortcuts().anchors:
+        try:
+            return folder.read_run()  # which came since, and before them
+        except ObjectNotFound as error:
+            raise RunMismatch(
+                "run.json is gone, and versions of a run are still there",
+                file=f"{folder.store.uri}/{layout.RUN_KEY}",
+                found=f"versions up to {versions[-1] if versions else 0}",
+                hint="Restore it from a copy. Or, if that run is over, delete the rest of the folder too; or give this "
+                "run a sync_dir of its own.",
+            ) from error
     folder.store.check_exclusive_create()
     run = RunInfo(
         run_id=str(uuid.uuid4()),

@@ -17,7 +17,7 @@ from trainer_hooks.published import Attempt, Published
 from trainer_hooks.writing import Writing, WritingRules
 from vllm_delta_snapshot.delta_folder import DigestedChange, WriterNotes
 from vllm_delta_snapshot.format.choose import choose
-from vllm_delta_snapshot.store import Store
+from vllm_delta_snapshot.own_run import OwnRun
 
 __all__ = ["WholeWriting"]
 
@@ -27,7 +27,7 @@ class WholeWriting(Writing):
 
     Args:
         rules: what all have in common.
-        store: the run's store.
+        own: the run.
         published: what is compared with, and moves with the commit. Left alone by everybody else until the end.
         differ: the comparison.
         notes: what to record beside.
@@ -37,7 +37,7 @@ class WholeWriting(Writing):
     def __init__(
         self,
         rules: WritingRules,
-        store: Store,
+        own: OwnRun,
         published: Published,
         differ: Differ,
         notes: WriterNotes,
@@ -46,17 +46,18 @@ class WholeWriting(Writing):
     ) -> None:
         self._lineage = published.head.lineage(rules.run_id, rules.total_elements)
         super().__init__(rules, differ, notes, version=self._lineage.version, started=started)
-        self._store = store
+        self._own = own
         self._published = published
         self._whole_differ = differ
 
     def _write_and_commit(
         self, diffs: Iterable[TensorDiff], pool: ThreadPoolExecutor | None, check: Callable[[], None]
     ) -> PublishReport:
+        self._own.check_early()
         kept = KeptChanges()
         differ = self._whole_differ
         record = write_publication(
-            self._store,
+            self._own.store,
             self._lineage,
             (self._digested(diff) for diff in diffs),
             lambda: replace(self._notes, diff_s=differ.seconds),
@@ -65,7 +66,7 @@ class WholeWriting(Writing):
             max_file_bytes=self._rules.max_file_bytes,
         )
         check()
-        self._published.commit(self._store, Attempt(record, kept, differ.fingerprints))
+        self._published.commit(self._own, Attempt(record, kept, differ.fingerprints))
         total_s = time.monotonic() - self._started
         return PublishReport(
             run_id=self._rules.run_id,

@@ -23,6 +23,7 @@ from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.anchor import AnchorMetadata, AnchorRecord
 from vllm_delta_snapshot.format.metadata import FileEntry
 from vllm_delta_snapshot.materialize import PROVENANCE_NAME, materialize
+from vllm_delta_snapshot.own_run import OwnRun
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.scratch import scratch_folder
 from vllm_delta_snapshot.shortcut import commit_shortcut
@@ -77,12 +78,14 @@ def write_anchor(
 
     Raises:
         BrokenChain, BaseMismatch, CorruptFile, UnsupportedFormat, VerifyError: the version cannot be had.
+        RunMismatch: the folder is another run's by now.
         StageError: the local disk failed.
         StoreError, StoreUnavailable: it was not written, or it is not known whether it was; do it again.
     """
-    if version in folder.shortcuts().anchors:
-        return _of_another(folder, folder.read_anchor(version))
     run_id = folder.read_run().run_id
+    own = OwnRun(folder.store, run_id)
+    if version in folder.shortcuts().anchors and not own.remove_foreign(layout.anchor_key(version)):
+        return _of_another(folder, folder.read_anchor(version))
     publication_id = uuid.uuid4().hex
     target = layout.anchor_folder(version, publication_id)
     with scratch_folder("delta-snapshot-anchor-", scratch) as temporary:
@@ -111,7 +114,7 @@ def write_anchor(
         created_at=utc_now(),
     )
     key = layout.anchor_key(version)
-    found = commit_shortcut(folder.store, key, record, lambda: folder.read_anchor(version))
+    found = commit_shortcut(own, key, record, lambda: folder.read_anchor(version))
     if found.publication_id != publication_id:
         return _of_another(folder, found)
     logger.info("anchored version=%d bytes=%d", version, record.payload_bytes)

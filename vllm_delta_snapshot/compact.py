@@ -24,6 +24,7 @@ from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.choose import encoding_for
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.version import DeltaRecord, MergedRecord
+from vllm_delta_snapshot.own_run import OwnRun
 from vllm_delta_snapshot.retention import remove_folder
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.shortcut import commit_shortcut
@@ -73,6 +74,7 @@ def compact(folder: RunFolder, base_version: int, version: int) -> CompactReport
     Raises:
         OutOfOrder: there is nothing to merge between these versions.
         BrokenChain, BaseMismatch, CorruptFile, UnsupportedFormat: what lies between cannot be had.
+        RunMismatch: the folder is another run's by now.
         StoreError, StoreUnavailable: it was not written, or it is not known whether it was; do it again.
     """
     if version < base_version + 2:
@@ -85,8 +87,11 @@ def compact(folder: RunFolder, base_version: int, version: int) -> CompactReport
         )
     run = folder.read_run()
     shortcuts = folder.shortcuts()
+    own, key = OwnRun(folder.store, run.run_id), layout.merged_key(base_version, version)
     if (base_version, version) in shortcuts.merged:
-        return _report(folder.read_merged(base_version, version), (), existed=True)
+        if not own.remove_foreign(key):
+            return _report(folder.read_merged(base_version, version), (), existed=True)
+        shortcuts = folder.shortcuts()
     digest = folder.read_version(base_version).state_digest if base_version else run.base.state_digest
     plan = plan_chain(
         folder.versions(),
@@ -129,8 +134,7 @@ def compact(folder: RunFolder, base_version: int, version: int) -> CompactReport
         state_digest=plan.state_digest,
         created_at=utc_now(),
     )
-    key = layout.merged_key(base_version, version)
-    found = commit_shortcut(folder.store, key, record, lambda: folder.read_merged(base_version, version))
+    found = commit_shortcut(own, key, record, lambda: folder.read_merged(base_version, version))
     existed = found.publication_id != publication_id
     if not existed:
         logger.info(

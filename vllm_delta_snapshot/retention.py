@@ -23,6 +23,7 @@ from vllm_delta_snapshot.delta_folder import utc_now
 from vllm_delta_snapshot.errors import ChainError, FormatError, ObjectExists, ObjectNotFound
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.anchor import PrunedMark
+from vllm_delta_snapshot.own_run import OwnRun
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store
 from vllm_delta_snapshot.store.base import HasFolders
@@ -129,22 +130,29 @@ def prune(folder: RunFolder, plan: PrunePlan) -> int:
     """Delete what a plan names. Blocks; returns how many objects were deleted.
 
     Raises:
+        RunMismatch: the folder is another run's by now; nothing of that one was deleted.
         StoreError, StoreUnavailable: not everything was deleted; doing it again goes on.
     """
     store, deleted = folder.store, 0
+    own = OwnRun(store, folder.read_run().run_id)
     if plan.up_to > plan.was_pruned:
-        mark = PrunedMark(run_id=folder.read_run().run_id, version=plan.up_to, created_at=utc_now())
+        mark = PrunedMark(run_id=own.run_id, version=plan.up_to, created_at=utc_now())
         with contextlib.suppress(ObjectExists):  # of a try before this one
-            store.create(layout.pruned_key(plan.up_to), mark.to_json())
+            own.create(layout.pruned_key(plan.up_to), mark.to_json())
     for version in plan.anchors:
+        own.check()  # names of anchors and merged deltas are those of any run
         deleted += _remove_recorded(store, layout.anchor_key(version), _anchor_folders(store, version))
     for step in plan.merged:
+        own.check()
         deleted += _remove_recorded(store, layout.merged_key(*step), _merged_folders(store, step))
+    own.check()
     for name in plan.folders:
         deleted += remove_folder(store, name)
     for name in store.list(layout.PRUNED_FOLDER):
         mark_of = layout.version_of_key(name)
-        if mark_of is not None and mark_of < max(plan.up_to, plan.was_pruned):
+        if mark_of is None or own.remove_foreign(layout.pruned_key(mark_of)):
+            continue
+        if mark_of < max(plan.up_to, plan.was_pruned):
             store.delete(layout.pruned_key(mark_of))
     logger.info("pruned up_to=%d objects=%d", plan.up_to, deleted)
     return deleted

@@ -22,9 +22,9 @@ from vllm_delta_snapshot.errors import (
     FormatError,
     LimitExceeded,
     ObjectNotFound,
-    RunMismatch,
     UnsupportedFormat,
 )
+from vllm_delta_snapshot.foreign import OwnRecords, mismatch
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.anchor import MAX_ANCHOR_BYTES, AnchorMetadata, AnchorRecord
 from vllm_delta_snapshot.format.encodings import ENCODINGS
@@ -52,6 +52,7 @@ class RunFolder:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._run: RunInfo | None = None
+        self._own = OwnRecords(store)
         self._marks = PrunedMarks(store, lambda: self.read_run().run_id, lambda: self.newest_and_stray()[0])
         self._good_anchors: set[int] = set()
 
@@ -87,6 +88,7 @@ class RunFolder:
 
         Raises:
             BrokenChain: there are records that nothing leads to; names the first.
+            RunMismatch: the newest record is another run's; or the folder is, by now.
             StoreUnavailable: try again.
         """
         newest, stray = self.newest_and_stray()
@@ -94,21 +96,21 @@ class RunFolder:
             raise stray
         return newest
 
-    def newest_and_stray(self) -> tuple[int, BrokenChain | None]:
+    def newest_and_stray(self) -> tuple[int, ChainError | None]:
         """Return the newest version that something leads to, and what is wrong with the records beyond it, if any.
 
         Raises:
             StoreUnavailable: try again.
         """
-        versions = self.versions()
+        versions, foreign = self._own.versions(self.versions(), lambda: self.read_run().run_id)
         newest = versions[-1] if versions else 0
         if len(versions) == newest:  # every number from 1 on, once
-            return newest, None
+            return newest, foreign
         anchors = [version for version in self._numbers(layout.ANCHORS_FOLDER) if self._is_anchor(version)]
         newest = newest_in_line(versions, anchors)
         beyond = [version for version in versions if version > newest]
         if not beyond:
-            return newest, None
+            return newest, foreign
         return newest, BrokenChain(
             f"nothing leads to version {beyond[0]}, so its record is out of line",
             file=self._where(layout.version_key(beyond[0])),
@@ -323,16 +325,8 @@ class RunFolder:
         return data, key
 
     def _check_run(self, run_id: str, key: str) -> None:
-        expected = self.read_run().run_id
-        if run_id != expected:
-            raise RunMismatch(
-                "belongs to another run",
-                file=self._where(key),
-                expected=f"run {expected}",
-                found=f"run {run_id}",
-                hint="Whatever wrote it belongs to a run that is not here any more: end it, and move the file away. "
-                "If run.json is the wrong one, restore it from a copy (docs/operations.md).",
-            )
+        if run_id != self.read_run().run_id:
+            raise mismatch(self.store, self.read_run().run_id, run_id, key)
 
     def _check_encodings(self, metadata: DeltaMetadata, key: str) -> None:
         """Receivers have prepared for the encodings that the run named when it began, and for no others."""

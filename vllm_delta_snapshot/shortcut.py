@@ -3,25 +3,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
-from vllm_delta_snapshot.errors import ObjectExists, StoreUnavailable
+from vllm_delta_snapshot.errors import ObjectExists, RunMismatch, StoreError, StoreUnavailable
 from vllm_delta_snapshot.format.anchor import AnchorRecord
 from vllm_delta_snapshot.format.version import MergedRecord
+from vllm_delta_snapshot.own_run import OwnRun
 from vllm_delta_snapshot.retention import remove_folder
-from vllm_delta_snapshot.store import Store
 
 __all__ = ["commit_shortcut"]
 
 R = TypeVar("R", AnchorRecord, MergedRecord)
 
 
-def commit_shortcut(store: Store, key: str, record: R, read: Callable[[], R]) -> R:
+def commit_shortcut(own: OwnRun, key: str, record: R, read: Callable[[], R]) -> R:
     """Create a record whose folder is complete. Blocks.
 
     Args:
-        store: the run's store.
+        own: the run.
         key: the record's.
         record: what it says.
         read: returns the record that is there.
@@ -30,17 +31,23 @@ def commit_shortcut(store: Store, key: str, record: R, read: Callable[[], R]) ->
         The record that is there now: this one, or that of another who was first; then this one's folder is removed.
 
     Raises:
+        RunMismatch: the folder is another run's by now; nothing of this one's was left there.
         StoreError: it was not created.
         StoreUnavailable: nobody knows; do it again.
     """
+    data = record.to_json()
     try:
-        store.create(key, record.to_json())
-    except (ObjectExists, StoreUnavailable) as error:
-        folder, _, name = key.rpartition("/")
-        if isinstance(error, StoreUnavailable) and name not in store.list(folder):
-            raise
-        found = read()
-        if found.publication_id != record.publication_id:
-            remove_folder(store, record.folder)
-        return found
+        try:
+            own.create(key, data)
+        except (ObjectExists, StoreUnavailable):
+            if own.find(key, data) is None:
+                raise
+            found = read()
+            if found.publication_id != record.publication_id:
+                remove_folder(own.store, record.folder)
+            return found
+    except RunMismatch:
+        with contextlib.suppress(StoreError):  # nobody else has written there
+            remove_folder(own.store, record.folder)
+        raise
     return record

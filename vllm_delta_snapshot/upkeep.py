@@ -21,6 +21,8 @@ from vllm_delta_snapshot.chain import Shortcuts, Step
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.compact import CompactReport, compact
 from vllm_delta_snapshot.errors import DeltaSnapshotError
+from vllm_delta_snapshot.format import layout
+from vllm_delta_snapshot.own_run import OwnRun
 from vllm_delta_snapshot.retention import PrunePlan, RetentionPolicy, plan_pruning, prune
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
@@ -91,6 +93,7 @@ def upkeep(
         DeltaSnapshotError: something could not be done; what was done before stays, and doing it again goes on.
     """
     report = UpkeepReport()
+    _drop_foreign(folder)
     newest, shortcuts = folder.newest(), folder.shortcuts()
     # An anchor beyond the newest version is none: it must not keep others from being due.
     shortcuts = replace(shortcuts, anchors=tuple(version for version in shortcuts.anchors if version <= newest))
@@ -112,6 +115,14 @@ def upkeep(
             prune(folder, plan)
             report.pruned = plan
     return report
+
+
+def _drop_foreign(folder: RunFolder) -> None:
+    """Delete the records of anchors and merged deltas that a writer of another run left here: they hide what is due."""
+    own, shortcuts = OwnRun(folder.store, folder.read_run().run_id), folder.shortcuts()
+    keys = [layout.anchor_key(version) for version in shortcuts.anchors]
+    for key in (*keys, *(layout.merged_key(*step) for step in shortcuts.merged)):
+        own.remove_foreign(key)
 
 
 def due_anchor(folder: RunFolder, newest: int, shortcuts: Shortcuts, policy: UpkeepPolicy) -> int | None:

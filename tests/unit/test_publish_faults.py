@@ -166,7 +166,7 @@ def test_publish_writes_payload_then_metadata_then_commits(opened: Opener, tmp_p
 
 def test_failed_publication_is_not_visible(opened: Opener, tmp_path: Path):
     before, operations = operations_of_publish(opened, tmp_path)
-    for offset in range(len(operations)):
+    for offset in range(operations.index("create") + 1):
         store = FaultyStore(PosixStore(tmp_path / f"run-{offset}"), before + offset)
         trainer = TinyTrainer()
         publisher = opened(trainer, store)
@@ -175,6 +175,16 @@ def test_failed_publication_is_not_visible(opened: Opener, tmp_path: Path):
             publisher.publish()
         assert RunFolder(PosixStore(tmp_path / f"run-{offset}")).versions() == []
         assert (publisher.version, publisher.state_digest) == (0, RunFolder(store).read_run().base.state_digest)
+
+
+def test_look_at_the_run_that_fails_once_after_the_commit_is_repeated(opened: Opener, tmp_path: Path):
+    before, operations = operations_of_publish(opened, tmp_path)
+    assert operations[operations.index("create") + 1 :] == ["read_range"]
+    trainer = TinyTrainer()
+    publisher = opened(trainer, FaultyStore(PosixStore(tmp_path / "run"), before + len(operations) - 1))
+    trainer.step(1)
+    assert publisher.publish().version == 1
+    assert RunFolder(PosixStore(tmp_path / "run")).versions() == [1]
 
 
 def test_lost_reply_of_the_commit_is_a_success(opened: Opener, base: Path, tmp_path: Path):

@@ -27,8 +27,8 @@ from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import VerifyError
 from vllm_delta_snapshot.format.digest import add_digests
 from vllm_delta_snapshot.format.version import VersionRecord
+from vllm_delta_snapshot.own_run import OwnRun
 from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.store import Store
 from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["ShardAttempt", "ShardPublished"]
@@ -109,19 +109,19 @@ class ShardPublished:
         self._is_moving = False
         return True
 
-    def find_out(self, store: Store) -> str | None:
+    def find_out(self, own: OwnRun) -> str | None:
         """On rank 0: find out what became of a commit whose answer never came. Blocks only if there was one.
 
         Returns:
             The state digest of the version that was committed; ``None`` if none was.
 
         Raises:
-            VersionConflict: another trainer has committed this version.
+            RunMismatch, VersionConflict: see `trainer_hooks.publish.is_committed`.
             StoreError, StoreUnavailable: it cannot be found out now; ask again.
         """
         if (record := self.record) is None:
             return None
-        found = is_committed(store, record)
+        found = is_committed(own, record)
         self.record = None
         return record.state_digest if found else None
 

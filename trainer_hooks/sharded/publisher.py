@@ -45,6 +45,7 @@ from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import RankFailed, SourceError, VerifyError
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
 from vllm_delta_snapshot.ordered import thread_pool
+from vllm_delta_snapshot.own_run import OwnRun
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store, open_store
 from vllm_delta_snapshot.upkeep import UpkeepPolicy
@@ -157,8 +158,9 @@ class ShardedPublisher(BasePublisher):
             self._ranks, self._source, self._base, self._folder, encoding, patterns, self._device_diff.host_memory()
         )
         self._published = ShardPublished(opened)
+        self._own = OwnRun(store, opened.run_id)
         specs = self._base.specs
-        self._place = Place(behind, store, list(specs.values()), {name: place for place, name in enumerate(specs)})
+        self._place = Place(behind, self._own, list(specs.values()), {name: place for place, name in enumerate(specs)})
         self._rules = WritingRules(
             run_id=opened.run_id,
             encoding=opened.policy,
@@ -302,7 +304,7 @@ class ShardedPublisher(BasePublisher):
         versions = {said["version"] for said in heard}
         if len(versions) > 1:
             raise VerifyError("the ranks are at different versions", found=sorted(versions))
-        adopted = self._published.find_out(self._store)
+        adopted = self._published.find_out(self._own)
         failed = [f"rank {rank}: {said['failed']}" for rank, said in enumerate(heard) if said["failed"] is not None]
         return {
             "is_skipped": False,

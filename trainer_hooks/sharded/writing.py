@@ -25,7 +25,7 @@ from vllm_delta_snapshot.delta_folder import DigestedChange, WriterNotes
 from vllm_delta_snapshot.errors import NotPublished
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.digest import add_digests
-from vllm_delta_snapshot.store import Store
+from vllm_delta_snapshot.own_run import OwnRun
 from vllm_delta_snapshot.types import TensorSpec
 
 __all__ = ["Place", "ShardWriting"]
@@ -37,13 +37,13 @@ class Place:
 
     Attributes:
         ranks: the channel for what happens behind the caller.
-        store: the run's store.
+        own: the run; rank 0 commits to it.
         specs: the tensors of the run, in its order.
         order: their places there, by name.
     """
 
     ranks: Ranks
-    store: Store
+    own: OwnRun
     specs: Sequence[TensorSpec]
     order: Mapping[str, int]
 
@@ -110,7 +110,7 @@ class ShardWriting(Writing):
 
         try:
             written = write_rank(
-                self._place.store,
+                self._place.own.store,
                 self._folder,
                 self._place.ranks.rank,
                 counted(),
@@ -132,7 +132,7 @@ class ShardWriting(Writing):
         check_moves(self._published.tie, [part["tied"] for part in parts])
         diff_s = max(part["diff_s"] for part in parts)
         record = write_table(
-            self._place.store,
+            self._place.own.store,
             self._folder,
             self._id,
             self._lineage,
@@ -143,7 +143,7 @@ class ShardWriting(Writing):
             max_file_bytes=self._rules.max_file_bytes,
         )
         self._published.record = record
-        commit(self._place.store, record)
+        commit(self._place.own, record)
         self._published.record = None
         return {
             "run_id": self._rules.run_id,
