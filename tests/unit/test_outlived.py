@@ -440,18 +440,14 @@ def test_pruning_that_was_planned_before_the_folder_was_wiped_deletes_nothing_of
         assert RunFolder(story.inner).pruned() == 0
 
 
-def test_mark_of_pruning_of_another_run_hides_nothing_and_goes(
-    life: Life, base: Path, store: PosixStore, caplog: pytest.LogCaptureFixture
-):
+def test_mark_of_pruning_of_another_run_hides_nothing_and_goes(life: Life, base: Path, store: PosixStore):
     mark = PrunedMark(run_id=OTHER, version=2, created_at="")
     store.create(layout.pruned_key(2), mark.to_json())
     assert RunFolder(store).pruned() == 0
-    assert "counts for nothing" in caplog.text
     life.restart()
     life.publish(2)
     write_anchor(RunFolder(store), Checkpoint(base), 3)
-    folder = RunFolder(store)
-    prune(folder, plan_pruning(folder, RetentionPolicy(keep_versions=2, keep_anchors=1)))
+    upkeep(RunFolder(store), Checkpoint(base), UpkeepPolicy(keep_versions=2, keep_anchors=1))
     assert RunFolder(store).pruned() == 2
     [name] = store.list(layout.PRUNED_FOLDER)
     assert run_id_of(store.read(f"{layout.PRUNED_FOLDER}/{name}", max_bytes=1 << 16)) == life.publisher.run_id
@@ -462,8 +458,7 @@ def test_lower_mark_of_another_run_goes_with_the_next_pruning(life: Life, base: 
     store.create(layout.pruned_key(9), PrunedMark(run_id=OTHER, version=9, created_at="").to_json())
     life.publish(2)
     write_anchor(RunFolder(store), Checkpoint(base), 3)
-    folder = RunFolder(store)
-    prune(folder, plan_pruning(folder, RetentionPolicy(keep_versions=2, keep_anchors=1)))
+    upkeep(RunFolder(store), Checkpoint(base), UpkeepPolicy(keep_versions=2, keep_anchors=1))
     assert store.list(layout.PRUNED_FOLDER) == ["00000002.json"]
 
 
