@@ -48,6 +48,7 @@ class SideUpkeep:
     def after(self, report: PublishReport) -> None:
         """Note a commit, and start a process if something may be due and none is at work. Returns at once."""
         self._since_anchor += report.payload_bytes / max(1, report.checkpoint_bytes)
+        self._order = self._order.model_copy(update={"run_id": report.run_id})
         self._is_due = self._is_due or self._may_be_due(self._order.policy, report.version)
         if self._is_due and self._is_free():
             self._is_due = False

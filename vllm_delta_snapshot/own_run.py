@@ -18,7 +18,14 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-from vllm_delta_snapshot.errors import CorruptFile, ObjectExists, ObjectNotFound, RunMismatch, StoreError
+from vllm_delta_snapshot.errors import (
+    CorruptFile,
+    ObjectExists,
+    ObjectNotFound,
+    RunMismatch,
+    StoreError,
+    StoreUnavailable,
+)
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.run import MAX_RUN_BYTES
 from vllm_delta_snapshot.format.version import MAX_VERSION_BYTES
@@ -148,7 +155,18 @@ class OwnRun:
             key,
             run_id_of(data),
         )
-        self.store.delete(key)
+        try:
+            self.store.delete(key)
+        except StoreUnavailable:
+            raise
+        except StoreError as error:
+            raise StoreError(
+                "a record that another run left is in the way, and cannot be deleted",
+                file=f"{self.store.uri}/{key}",
+                expected=f"run {self.run_id}",
+                found=f"run {run_id_of(data)}, and: {error.what}",
+                hint="Delete that file, with the rights of who prunes.",
+            ) from error
         return True
 
     def drop_foreign(self, keys: Iterable[str]) -> None:

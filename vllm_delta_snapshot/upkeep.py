@@ -60,6 +60,7 @@ class UpkeepOrder(BaseModel):
     sync_dir: str
     base: str | None
     single_writer: bool = False
+    run_id: str | None = None
     policy: UpkeepPolicy
 
 
@@ -162,6 +163,8 @@ def main() -> int:
     order = UpkeepOrder.model_validate_json(sys.stdin.read())
     try:
         folder = RunFolder(open_store(order.sync_dir, single_writer=order.single_writer))
+        if order.run_id is not None:  # another run may have been begun since this was ordered
+            OwnRun(folder.store, order.run_id).check()
         upkeep(folder, None if order.base is None else Checkpoint(order.base), order.policy)
     except DeltaSnapshotError as error:
         sys.stderr.write(f"{error}\n")

@@ -22,7 +22,8 @@ from tests.support.runs import TinyTrainer, assert_same_state, replay
 from tests.support.waiting import eventually
 from trainer_hooks import DeltaPublisher
 from trainer_hooks.background import Feed, Task
-from vllm_delta_snapshot.errors import NotPublished
+from trainer_hooks.sharded.ranks import Ranks
+from vllm_delta_snapshot.errors import NotPublished, RankFailed
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 
@@ -364,6 +365,20 @@ def test_diff_that_was_interrupted_while_it_held_the_feed_is_given_up():
     reader.start()
     reader.join(PATIENCE_S)
     assert ended == ["the diff failed"]
+
+
+def test_rank_that_was_interrupted_in_the_middle_of_a_message_says_so_from_then_on(monkeypatch: pytest.MonkeyPatch):
+    ranks = Ranks()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ranks, "_answer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ranks.round(lambda: 1, sum)
+    with pytest.raises(RankFailed, match="rank 0 was interrupted"):
+        ranks.round(lambda: 1, sum)
 
 
 @pytest.mark.slow

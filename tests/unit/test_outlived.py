@@ -3,6 +3,7 @@ over; whenever the folder was wiped, and whenever the writer dies."""
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from tests.support.faults import FaultyStore
 from tests.support.hosts import Host
 from tests.support.lives import KINDS, Life, MortalStore, opened, wipe
 from tests.support.runs import TinyRun, TinyTrainer
+from trainer_hooks import PublishReport
+from trainer_hooks.upkeep import SideUpkeep
 from vllm_delta_snapshot.anchor import write_anchor
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.compact import compact
@@ -34,7 +37,8 @@ from vllm_delta_snapshot.own_run import OwnRun, run_id_of
 from vllm_delta_snapshot.retention import RetentionPolicy, plan_pruning, prune
 from vllm_delta_snapshot.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
-from vllm_delta_snapshot.upkeep import UpkeepPolicy, upkeep
+from vllm_delta_snapshot.upkeep import UpkeepOrder, UpkeepPolicy, upkeep
+from vllm_delta_snapshot.upkeep import main as do_upkeep
 
 OTHER = "00000000-0000-4000-8000-000000000000"
 
@@ -496,6 +500,59 @@ def test_record_of_another_run_that_comes_again_and_again_is_given_up(life: Life
 
     with pytest.raises(StoreError, match="comes again and again"):
         OwnRun(Haunted(store), life.publisher.run_id).create(layout.version_key(3), b"mine")
+
+
+class Undeletable(MortalStore):
+    """A bucket in which a trainer may add, and delete nothing."""
+
+    def delete(self, key: str) -> None:
+        raise StoreError("not allowed", file=key)
+
+
+def test_without_the_right_to_delete_the_record_that_is_in_the_way_is_named(life: Life, base: Path, store: PosixStore):
+    forged_version(life, 3)
+    life.publisher._own.store = Undeletable(store)
+    with pytest.raises(StoreError, match="in the way, and cannot be deleted") as caught:
+        life.publish()
+    assert str(caught.value.file).endswith("versions/00000003.json")
+    store.delete(layout.version_key(3))
+    assert life.publisher.publish().wait().version == 3
+
+
+def test_without_the_right_to_delete_nothing_is_withdrawn_and_the_new_run_takes_over(
+    base: Path, ram_path: Path, caplog: pytest.LogCaptureFixture
+):
+    made = operations(ram_path / "counted", base, "DeltaPublisher")
+    story = Story(ram_path / "run", base, "DeltaPublisher", 1)
+    story.mortal.delete = Undeletable(story.inner).delete  # type: ignore[method-assign]
+    assert isinstance(story.play(len(made) - 2), RunMismatch)
+    assert "cannot withdraw" in caplog.text
+    assert story.inner.list(layout.VERSIONS_FOLDER) == ["00000001.json", "00000002.json"]
+    assert story.new is not None
+    story.new.publish(2)
+    story.new.check()
+
+
+def test_upkeep_that_was_ordered_for_a_run_that_is_no_more_does_nothing(
+    base: Path, store: PosixStore, life: Life, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    order = UpkeepOrder(
+        sync_dir=store.uri, base=str(base), run_id=life.publisher.run_id, policy=UpkeepPolicy(anchor_every=1)
+    )
+    another_run_begins(store, base)
+    before = snapshot_of(Path(store.uri))
+    monkeypatch.setattr("sys.stdin", io.StringIO(order.model_dump_json()))
+    assert do_upkeep() == 1
+    assert "was wiped or replaced" in capsys.readouterr().err
+    assert snapshot_of(Path(store.uri)) == before
+
+
+def test_upkeep_beside_a_trainer_is_ordered_for_its_run(monkeypatch: pytest.MonkeyPatch):
+    side = SideUpkeep.of(UpkeepPolicy(anchor_every=1), "/run", "/base", single_writer=False)
+    assert side is not None
+    monkeypatch.setattr(SideUpkeep, "_start", lambda _: None)
+    side.after(PublishReport("the run", 1, 1, 2, 1, 10, 20, "deltas/x", 0.1, 0.2, 0.2))
+    assert side._order.run_id == "the run"
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b'{"run_id": 3}', b'{"run_id": "x"}'])

@@ -91,7 +91,13 @@ class Ranks:
         result, error = _try(work)
         if error is not None and not isinstance(error, Exception):
             self._lost = f"rank {self.rank} was interrupted"
-        answers = self._lead(result, error, decide) if self.rank == 0 else self._follow(result, error)
+        try:
+            answers = self._lead(result, error, decide) if self.rank == 0 else self._follow(result, error)
+        except Exception:
+            raise
+        except BaseException:  # perhaps in the middle of a message: what comes next would be taken for its rest
+            self._lost = f"rank {self.rank} was interrupted"
+            raise
         if error is not None:
             error.add_note(f"on rank {self.rank} of {self.size}")
             raise error
