@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,16 @@ from tests.support.lives import Life, MortalStore, wipe
 from tests.support.object_stores import SERVERS
 from vllm_delta_snapshot.errors import RunMismatch, StoreUnavailable
 from vllm_delta_snapshot.format import layout
-from vllm_delta_snapshot.store import open_store
+from vllm_delta_snapshot.store import Store, open_store
 
 pytestmark = pytest.mark.servers
 
 ROOT = Path(__file__).parents[2]
 STORES = {"folder": "folder", "ministack": "S3", "moto": "S3", "fake-gcs": "GCS"}
+
+MOMENTS = ((-2, None, 0), (-2, None, 1), (-2, -1, 0), (-2, -1, 1), (-2, 1, 2), (-1, None, 2))
+"""Before which request of a commit, from its end (creation, look), the folder is wiped; before which the trainer dies;
+and how many versions the new run has by then. Every moment there is: tests/unit/test_outlived.py."""
 
 Record = Callable[[str, object], None]
 
@@ -52,36 +55,33 @@ def test_whenever_the_folder_is_wiped_and_the_trainer_dies_the_new_run_is_whole(
     where: tuple[str, str], base: Path, record_property: Record
 ):
     name, place = where
-    numbers = count()
     told: set[str] = set()
-    for at in (0, 1, 2, 3):  # before the looks and the creation that a commit is, from its end
-        for deaths in (None, 1, 2):
-            for versions in (0, 1):
-                store = open_store(f"{place}/outlived-{next(numbers)}")
-                mortal = MortalStore(store)
-                old = Life(mortal, base, seed=1)
-                old.publish(1)
-                mortal.arm(None, None, lambda: None)
-                old.publish(1)
-                made = mortal.made
-                new: list[Life] = []
+    for number, (at, dies, versions) in enumerate(MOMENTS):
+        store = open_store(f"{place}/outlived-{number}")
+        mortal = MortalStore(store)
+        old = Life(mortal, base, seed=1)
+        old.publish(1)
+        mortal.arm(None, None, lambda: None)
+        old.publish(1)
+        end = len(mortal.made)
+        assert mortal.made[-2:] == ["create", "read_range"]
+        new: list[Life] = []
 
-                def begin_anew(store: object = store, new: list[Life] = new, versions: int = versions) -> None:
-                    wipe(store)  # type: ignore[arg-type]
-                    new.append(Life(store, base, seed=2))  # type: ignore[arg-type]
-                    new[0].publish(versions)
+        def begin_anew(store: Store = store, new: list[Life] = new, versions: int = versions) -> None:
+            wipe(store)
+            new.append(Life(store, base, seed=2))
+            new[0].publish(versions)
 
-                moment = len(made) - 4 + at
-                mortal.arm(moment, None if deaths is None else moment + deaths, begin_anew)
-                with pytest.raises((RunMismatch, StoreUnavailable)) as caught:
-                    old.publish()
-                told.add(type(caught.value).__name__)
-                if deaths is None:
-                    assert caught.type is RunMismatch
-                    assert len(store.list(layout.VERSIONS_FOLDER)) == versions
-                new[0].publish(3)
-                new[0].check()
-    assert "RunMismatch" in told
+        mortal.arm(end + at, None if dies is None else end + dies, begin_anew)
+        with pytest.raises((RunMismatch, StoreUnavailable)) as caught:
+            old.publish()
+        told.add(type(caught.value).__name__)
+        if dies is None:
+            assert caught.type is RunMismatch
+            assert len(store.list(layout.VERSIONS_FOLDER)) == versions
+        new[0].publish(3)  # past the number that the old one had come to
+        new[0].check()
+    assert told == {"RunMismatch", "StoreUnavailable"}
     what = "a run is wiped and begun anew in the middle of a commit of its old trainer, which goes on or dies"
     record_property("fault", f"{what}|{STORES[name]}|`RunMismatch`; what it left there is taken over")
 
