@@ -7,7 +7,7 @@
 
 A failure before 3 leaves no folder, or one that nobody reads (`trainer_hooks.leftovers`). "Exists" and "unknown" at 3
 are told apart by reading the object back: one's own publication id means success, another's that a second trainer is at
-work. And 3 proves that the run is still one's own (`vllm_delta_snapshot.own_run`), and that the version before is there.
+work. And 3 proves that the run is still one's own (`vllm_delta_snapshot.own_run`) and that the version before is there.
 """
 
 from __future__ import annotations

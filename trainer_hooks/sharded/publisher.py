@@ -238,10 +238,7 @@ class ShardedPublisher(BasePublisher):
             RankFailed: another rank is gone.
         """
         with self._use.taken("any_rank"):
-            return self._is_so_anywhere(is_so)
-
-    def _is_so_anywhere(self, is_so: bool) -> bool:
-        return bool(self._ranks.round(lambda: is_so, any))
+            return self._agree(is_so)
 
     def _publish(self, step: int | None, metrics: Mapping[str, float] | None, *, may_skip: bool) -> Publication:
         started = time.monotonic()
@@ -317,7 +314,7 @@ class ShardedPublisher(BasePublisher):
         return False  # that is asked of all ranks, by the next call
 
     def _agree(self, is_needed: bool) -> bool:
-        return self._is_so_anywhere(is_needed)
+        return bool(self._ranks.round(lambda: is_needed, any))
 
     def _leave(self) -> None:
         self._ranks.leave("has closed its publisher")
