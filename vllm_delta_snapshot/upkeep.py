@@ -119,10 +119,14 @@ def upkeep(
 
 
 def _drop_foreign(folder: RunFolder) -> None:
-    """Delete the records of anchors and merged deltas that a writer of another run left here: they hide what is due."""
+    """Delete the records and marks that a writer of another run left: they hide what is due."""
     own, shortcuts = OwnRun(folder.store, folder.read_run().run_id), folder.shortcuts()
-    keys = [layout.anchor_key(version) for version in shortcuts.anchors]
-    for key in (*keys, *(layout.merged_key(*step) for step in shortcuts.merged)):
+    marks = layout.numbers_of(folder.store.list(layout.PRUNED_FOLDER))
+    for key in (
+        *(layout.anchor_key(version) for version in shortcuts.anchors),
+        *(layout.merged_key(*step) for step in shortcuts.merged),
+        *(layout.pruned_key(version) for version in marks),
+    ):
         own.remove_foreign(key)
 
 
