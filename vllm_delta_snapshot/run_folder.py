@@ -312,7 +312,9 @@ class RunFolder:
             raise CorruptFile(
                 f"{what} is committed but its metadata is missing",
                 file=self._where(key),
-                hint=None if lying is None else f"It may have been pruned; the mark cannot be believed: {lying}",
+                hint=f"Restore the folder from a copy; see what else is damaged: delta-snapshot verify {self.store.uri}"
+                if lying is None
+                else f"It may have been pruned; the mark cannot be believed: {lying}",
             ) from error
         found = (len(data), xxhash.xxh3_128_hexdigest(data))
         if found != (record.metadata_bytes, record.metadata_xxh3_128):

@@ -115,6 +115,7 @@ def plan_run(folder: RunFolder, version: int, *, start: tuple[int, str] | None, 
 
     found: list[tuple[int, RunPlan]] = []
     problem: DeltaSnapshotError | None = None
+    damaged: DeltaSnapshotError | None = None
     if start is not None:
         try:
             plan = RunPlan(None, chain_from(*start))
@@ -128,17 +129,26 @@ def plan_run(folder: RunFolder, version: int, *, start: tuple[int, str] | None, 
             record = folder.read_anchor(number)
             digest = folder.read_version(number).state_digest
             _check_anchor(folder, record, digest)
-            plan = RunPlan(record, chain_from(number, digest))
         except (ChainError, FormatError) as error:  # it went since it was listed, or is damaged: another may do
+            damaged = damaged or error
+            continue
+        try:
+            plan = RunPlan(record, chain_from(number, digest))
+        except (ChainError, FormatError) as error:
             problem = problem or error
             continue
         found.append((record.payload_bytes + plan.chain.payload_bytes, plan))
         break
     if not found:
-        raise problem or BrokenChain(
-            f"there is no anchor to reach version {version} from, and no base checkpoint at hand",
-            file=folder.store.uri,
-            hint="Say where the base is: --base FOLDER",
+        # Of an anchor that is damaged can be said what to do; without it, that deltas were pruned only follows.
+        raise (
+            damaged
+            or problem
+            or BrokenChain(
+                f"there is no anchor to reach version {version} from, and no base checkpoint at hand",
+                file=folder.store.uri,
+                hint="Say where the base is: --base FOLDER",
+            )
         )
     return min(found, key=lambda pair: pair[0])[1]
 

@@ -217,6 +217,8 @@ class Stager:
         try:
             return self._fetched.way(self._state.newest, target)
         except (ChainError, FormatError) as error:
+            if self._state.newest < self._folder.pruned():
+                raise  # there is no next
             # Something on the way is damaged. What comes before it is good, and this finds out which it is.
             logger.warning("no way to version=%d, taking the next: %s", target, error)
             return [(self._state.newest, self._state.newest + 1)]
