@@ -20,6 +20,7 @@ SLOW_TARGETS = {
     "test-skyrl": "makes an environment of its own, from the network",
     "fuzz": "makes an environment of its own, from the network",
     "faults": "minutes, and writes docs/faults.md",
+    "soak": "half an hour, and writes docs/soak.md",
     "pictures": "needs the demo's run, and writes into docs/",
     "setup": "makes the environment that this runs in",
     "lint": "CI runs it",

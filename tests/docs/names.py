@@ -41,9 +41,9 @@ def settle(namespace: Namespace) -> None:
 
 
 def acknowledge(publisher: DeltaPublisher | ShardedPublisher, sync_dir: str) -> None:
-    """Write what followers of servers, by any name that the pages give them, would write of the next versions."""
+    """Write what followers of servers, by any name that the pages give them, would write of the newest version."""
     for sampler in (*(f"node{number}-8000" for number in (1, 2)), *(f"server-{number}" for number in range(4))):
-        Acknowledger(open_store(sync_dir), publisher.run_id, sampler).write(publisher.version + 9, pause_s=0.1)
+        Acknowledger(open_store(sync_dir), publisher.run_id, sampler).write(publisher.version, pause_s=0.1)
 
 
 def clear(namespace: Namespace) -> None:

@@ -73,7 +73,13 @@ def test_run_that_a_server_does_not_serve_is_switched_to_only_when_told(server: 
     assert server.label == "default"
     report = sync_server(ServerClient(server.url), 7, run_id="r", state_digest="d", switch_to="/run")
     assert report.is_switched
-    assert server.updates()[1:] == [("prepare", 7), ("prepare_switch", 7), ("switch", 7), ("confirm", 7)]
+    assert server.updates()[1:] == [
+        ("prepare", 7),
+        ("prepare_switch", 7),
+        ("switch", 7),
+        ("confirm", 7),
+        ("confirm", 7),
+    ]
     assert server.label == "r@7"
 
 

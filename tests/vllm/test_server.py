@@ -244,6 +244,10 @@ def test_nobody_resumes_weights_that_a_dead_driver_left_under_another_label(setu
     assert not setup.client.is_paused()
     assert setup.client.weight_version() == setup.label(second)
     verify_server(setup.client)
+    setup.client.set_weight_version(setup.label(first))
+    with pytest.raises(ServerError, match="past that version"):
+        sync_server(setup.client, first, run_id=run_id)
+    assert setup.client.weight_version() == setup.label(second)
     sync_server(setup.client, third, run_id=run_id)
 
 

@@ -7,6 +7,7 @@ the weights it had; one that cannot vouch for its weights stays paused.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from vllm_delta_snapshot.drive.labels import (
     run_and_version,
     weight_label,
 )
-from vllm_delta_snapshot.errors import BaseMismatch, Recovery, RunMismatch, WeightsUncertain
+from vllm_delta_snapshot.errors import BaseMismatch, OutOfOrder, Recovery, RunMismatch, WeightsUncertain
 from vllm_delta_snapshot.requests import asked_for
 
 __all__ = ["RunningRequests", "UpdateReport", "repair_server", "sync_server", "verify_server"]
@@ -124,6 +125,9 @@ def sync_server(
     resume_started = time.monotonic()
     client.resume()
     resumed = time.monotonic()
+    # And again: what came between that question and the resume is found within milliseconds, by whoever lives.
+    if run_id is not None and (elsewhere := confirm_label(client, asked, weight_label(version, run_id))) is not None:
+        raise elsewhere
     report = UpdateReport(
         client.url,
         version,
@@ -175,6 +179,9 @@ def _other_way(
         repair_server(client, timeout_s=timeout_s)
         _wait_prepared(client, "prepare", wanted.request, timeout_s)
         return _Prepared(wanted.request, is_repaired=True)
+    if error.kind in (OutOfOrder, RunMismatch):
+        with contextlib.suppress(ServerError):  # the refusal is what counts
+            correct_label(client)
     raise error
 
 
