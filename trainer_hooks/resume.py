@@ -29,6 +29,7 @@ from vllm_delta_snapshot.errors import (
     UnsupportedFormat,
     VerifyError,
 )
+from vllm_delta_snapshot.foreign import OwnRecords
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.choose import POLICIES, encodings_of
 from vllm_delta_snapshot.format.digest import format_digest, state_digest
@@ -109,9 +110,8 @@ def find_run(folder: RunFolder, base: Checkpoint, base_digest: str, policy: str 
         run = folder.read_run()
     except ObjectNotFound:
         run = _create_run(folder, base, base_digest, wanted)
-    own = OwnRun(folder.store, run.run_id)
-    own.drop_foreign(layout.version_key(version) for version in reversed(folder.versions()))
     _check_base(folder, run, base, base_digest)
+    _drop_foreign(folder, run)
     if policy is not None and not set(wanted) <= set(run.encodings):
         raise RunMismatch(
             "the run was started with other encodings, and its engines with them",
@@ -122,6 +122,28 @@ def find_run(folder: RunFolder, base: Checkpoint, base_digest: str, policy: str 
         )
     _sweep(folder.store)
     return run
+
+
+def _drop_foreign(folder: RunFolder, run: RunInfo) -> None:
+    """Take the place of records that writers left which outlived their runs: they come after this run's own.
+
+    Raises:
+        RunMismatch: there are several, and none of this run: run.json may be the wrong one, so nothing is deleted.
+    """
+    versions = folder.versions()
+    own, error = OwnRecords(folder.store).versions(versions, lambda: run.run_id)
+    foreign = versions[len(own) :]
+    if error is not None and not own and len(foreign) > 1:
+        raise RunMismatch(
+            f"all {len(foreign)} versions here are of another run than run.json",
+            file=f"{folder.store.uri}/{layout.RUN_KEY}",
+            expected=error.found,
+            found=f"run {run.run_id}",
+            hint="If run.json is the wrong one, restore it from a copy (docs/operations.md). If a run before this one "
+            "left the versions, delete their records: "
+            + ", ".join(layout.version_key(version) for version in foreign[:8]),
+        )
+    OwnRun(folder.store, run.run_id).drop_foreign(layout.version_key(version) for version in reversed(foreign))
 
 
 def _sweep(store: Store) -> None:

@@ -142,9 +142,9 @@ def test_damaged_object_is_named_or_made_good_and_nothing_is_lost(
     if (kind, damage) == ("run.json", "missing"):
         return  # the publisher has begun a run anew here
     kept = {str(found.relative_to(run.sync_dir)) for found in run.sync_dir.rglob("*") if found.is_file()}
-    if (kind, damage) in {("run.json", "foreign"), ("newest record", "foreign")} and before - kept:
-        pytest.xfail("versions/N.json of another run is gone after a verb: not found out yet which takes it away")
-    assert sorted(before - kept) == []
+    # The run's trainer takes the place of one record that says it is another run's; of several it takes none.
+    taken = {str(path.relative_to(run.sync_dir))} if (kind, damage) == ("newest record", "foreign") else set()
+    assert before - kept <= taken
     outcome = Outcome("prune", run.sync_dir, "--keep-versions", 1, "--yes")
     if outcome.code:
         assert_named(outcome.stdout + outcome.stderr, run, path, is_gone)

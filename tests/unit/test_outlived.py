@@ -272,6 +272,18 @@ def test_trainer_that_starts_again_removes_what_another_run_left(life: Life, num
     life.check()
 
 
+def test_trainer_that_finds_all_versions_to_be_another_runs_deletes_none(life: Life, store: PosixStore):
+    data = json.loads((Path(store.uri) / layout.RUN_KEY).read_text())
+    (Path(store.uri) / layout.RUN_KEY).write_text(
+        json.dumps(data | {"run_id": "f" * 8 + "-ffff-4fff-bfff-" + "f" * 12})
+    )
+    before = snapshot_of(Path(store.uri))
+    with pytest.raises(RunMismatch, match="all 2 versions here are of another run") as caught:
+        life.restart()
+    assert "restore it from a copy" in str(caught.value)
+    assert snapshot_of(Path(store.uri)) == before
+
+
 def test_record_that_says_of_no_run_that_it_is_another_is_left_alone(life: Life, store: PosixStore):
     store.create(layout.version_key(3), b"{}")
     with pytest.raises(CorruptFile):

@@ -177,7 +177,7 @@ def _prepared_update_needs_no_store(live: Engine, model: Any, publisher: DeltaPu
     shutil.move(sync_dir, hidden)
     try:
         live.llm.update_weights({"update_info": {"version": version, "run": live.run_id}})
-        live.llm.finish_weight_update(str(version))
+        live.llm.finish_weight_update(f"{publisher.run_id}@{version}")
     finally:
         shutil.move(hidden, sync_dir)
     assert live.checksums() != old
