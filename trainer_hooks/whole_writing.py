@@ -53,7 +53,6 @@ class WholeWriting(Writing):
     def _write_and_commit(
         self, diffs: Iterable[TensorDiff], pool: ThreadPoolExecutor | None, check: Callable[[], None]
     ) -> PublishReport:
-        self._own.check_early()
         kept = KeptChanges()
         differ = self._whole_differ
         record = write_publication(

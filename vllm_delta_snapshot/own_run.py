@@ -58,7 +58,6 @@ class OwnRun:
         self.run_id = run_id
         self.last: tuple[str, bytes] | None = None
         self._head: bytes | None = None
-        self._is_doubtful = False
 
     def check(self) -> None:
         """Check that the run is there. Blocks for a read of a few kilobytes.
@@ -80,12 +79,6 @@ class OwnRun:
         if found != self.run_id:
             raise self._lost(f"run {found}")
         self._head = data[: max(_HEAD_BYTES, data.index(found.encode()) + len(found))]
-        self._is_doubtful = False
-
-    def check_early(self) -> None:
-        """Check as `check` does, but only if the last check failed: before work whose commit would be refused."""
-        if self._is_doubtful:
-            self.check()
 
     def create(self, key: str, data: bytes) -> None:
         """Create a record exclusively, in this run and no other. Blocks.
@@ -202,7 +195,6 @@ class OwnRun:
         return run_id_of(data) not in (None, self.run_id)
 
     def _lost(self, found: str) -> RunMismatch:
-        self._is_doubtful = True
         return RunMismatch(
             "the folder was wiped or replaced since this writer opened its run there",
             file=f"{self.store.uri}/{layout.RUN_KEY}",

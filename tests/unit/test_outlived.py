@@ -109,8 +109,10 @@ def test_trainer_that_outlived_its_run_leaves_nothing_in_the_new_one(
         story.new.check()
         assert len(story.inner.list(layout.DELTAS_FOLDER)) == versions
         before = snapshot_of(Path(story.inner.uri))
+        story.mortal.arm(None, None, lambda: None)
         with pytest.raises(RunMismatch, match="was wiped or replaced"):
             story.old.publish()
+        assert "put" not in story.mortal.made
         assert snapshot_of(Path(story.inner.uri)) == before
         story.new.publish(2)
         story.new.check()
@@ -195,6 +197,16 @@ def test_lost_answer_of_a_commit_that_came_into_another_run_is_withdrawn_by_the_
     assert story.new is not None
     story.new.publish(3)
     story.new.check()
+
+
+def test_run_that_is_read_again_after_an_interrupt_is_ones_own(base: Path, store: PosixStore):
+    life = Life(store, base, seed=1)
+    life.publish(2)
+    life.publisher._published._is_moving = True  # an interrupt came in the middle of a move
+    another_run_begins(store, base)
+    with pytest.raises(RunMismatch, match="was wiped or replaced"):
+        life.publish()
+    assert life.publisher.version == 2
 
 
 def forge(store: PosixStore, key: str, like: bytes, **changes: object) -> None:
@@ -436,10 +448,12 @@ def test_pruning_that_was_planned_before_the_folder_was_wiped_deletes_nothing_of
     assert plan.merged
     assert plan.folders
     story.mortal.arm(None, None, lambda: None)
-    prune(folder, plan)
+    prune(folder, plan)  # to its end
     made = story.mortal.made
     first = made.index("create")
-    for at in range(first + 2):
+    looks = [at for at, verb in enumerate(made) if verb == "read_range"]
+    assert len(looks) == 2 + len(plan.anchors) + len(plan.merged)
+    for at in sorted({*range(first + 2), *looks}):
         story = begun(ram_path / f"run-{at}")
         folder = RunFolder(story.mortal)
         plan = plan_pruning(folder, policy)
