@@ -139,9 +139,9 @@ class _Engine:
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
-        from vllm_delta_snapshot.engine.fitness import Fitness
-        from vllm_delta_snapshot.engine.load_plan import record_load_plan
+        from vllm_delta_snapshot.engine.plan.load_plan import record_load_plan
         from vllm_delta_snapshot.engine.ways import Choice
+        from vllm_delta_snapshot.engine.write.fitness import Fitness
 
         settings: dict[str, Any] = {
             "dtype": "bfloat16",
@@ -164,8 +164,8 @@ class _Engine:
     def patches(self, density: float, seed: int) -> list[Any]:
         """Return changes at random positions of every tensor: other bits than the live ones."""
         from vllm_delta_snapshot.engine.bits import bits_of
-        from vllm_delta_snapshot.engine.live import gather
-        from vllm_delta_snapshot.stage.mapping import map_update
+        from vllm_delta_snapshot.engine.plan.live import gather
+        from vllm_delta_snapshot.host.mapping import map_update
         from vllm_delta_snapshot.types import TensorPatch, position_dtype
 
         generator = np.random.default_rng(seed)
@@ -184,15 +184,15 @@ class _Engine:
 
     def prepare(self, patches: Sequence[Any], folder: Path, *, proven: bool = True) -> Any:
         """Stage patches as the stager does, and prepare them as a worker does."""
-        from vllm_delta_snapshot.engine.transaction import prepare
+        from vllm_delta_snapshot.engine.write.transaction import prepare
 
         return prepare(self.fitness, self.staged(patches, folder, proven=proven))
 
     def staged(self, patches: Sequence[Any], folder: Path, *, proven: bool = True) -> Any:
         """Map patches, write them to files and read those, as the stager and a worker do."""
-        from vllm_delta_snapshot.engine.updates import Update
+        from vllm_delta_snapshot.engine.write.updates import Update
         from vllm_delta_snapshot.format.digest import format_digest, patch_digest
-        from vllm_delta_snapshot.stage.mapping import map_update, read_lanes, write_lanes
+        from vllm_delta_snapshot.host.mapping import map_update, read_lanes, write_lanes
 
         folder.mkdir()
         write_lanes(folder, map_update(patches, self.fitness.plan.places), {})
@@ -205,9 +205,9 @@ class _Engine:
 def _measure_update(
     engine: _Engine, density: float, repetitions: int, folder: Path
 ) -> tuple[dict[str, list[float]], float]:
-    from vllm_delta_snapshot.engine.lanes import undo_lanes
-    from vllm_delta_snapshot.engine.loader import apply_by_loader
-    from vllm_delta_snapshot.engine.transaction import prepare
+    from vllm_delta_snapshot.engine.write.lanes import undo_lanes
+    from vllm_delta_snapshot.engine.write.loader import apply_by_loader
+    from vllm_delta_snapshot.engine.write.transaction import prepare
 
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     peaks = []

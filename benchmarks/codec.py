@@ -18,13 +18,13 @@ import torch
 
 from benchmarks.measure import peak, reset_peak
 from benchmarks.recorded import Weights
-from trainer_hooks.diff import pieces
-from trainer_hooks.differ import diff_pieces
-from trainer_hooks.kernel import _load_kernel, load_kernel
+from trainer_hooks.compare.diff import pieces
+from trainer_hooks.compare.differ import diff_pieces
+from trainer_hooks.compare.kernel import _load_kernel, load_kernel
 from vllm_delta_snapshot.format.blocks import EncodedBlock, Placed, decode_parts, encode_block, group_blocks
 from vllm_delta_snapshot.format.choose import choose
-from vllm_delta_snapshot.ordered import ordered_map
 from vllm_delta_snapshot.types import Change, TensorDifference, TensorSpec
+from vllm_delta_snapshot.util.ordered import ordered_map
 
 __all__ = ["Specs", "apply", "changes", "copier", "encode", "kernel_set", "peak_extra", "ratio", "two_processes"]
 

@@ -25,11 +25,11 @@ from benchmarks.recorded import Weights, moved_to_density, record
 from benchmarks.report import machine, progress, update_coefficients, write_section
 from examples.grpo_arithmetic.model import prepare_base
 from examples.grpo_arithmetic.settings import read_settings
+from vllm_delta_snapshot.changes.merge import merge
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.format.blocks import Placed, encode_block, group_blocks
-from vllm_delta_snapshot.ordered import thread_pool
-from vllm_delta_snapshot.stage.merge import merge
 from vllm_delta_snapshot.types import Change, TensorDifference
+from vllm_delta_snapshot.util.ordered import thread_pool
 
 LEARNING_RATES = {1e-6: 2, 1e-5: 3, 3e-6: 20}
 """By learning rate, how many steps are recorded; of the last one the whole chain is merged."""

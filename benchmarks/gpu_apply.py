@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_delta_snapshot.engine.live import gather, scatter
+from vllm_delta_snapshot.engine.plan.live import gather, scatter
 
 DENSITIES = {"0p1pct": 0.001, "1pct": 0.01, "5pct": 0.05, "20pct": 0.2}
 REPETITIONS = 7

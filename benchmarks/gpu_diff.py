@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_hooks.device_diff import DeviceDiff, DiffOn
-from trainer_hooks.diff import Piece, TensorDiff, diff_tensor, pieces
-from trainer_hooks.differ import diff_pieces
-from trainer_hooks.pinned import HostMemory
+from trainer_hooks.compare.device_diff import DeviceDiff, DiffOn
+from trainer_hooks.compare.diff import Piece, TensorDiff, diff_tensor, pieces
+from trainer_hooks.compare.differ import diff_pieces
+from trainer_hooks.compare.pinned import HostMemory
 from vllm_delta_snapshot.dtypes import Bits
-from vllm_delta_snapshot.ordered import thread_pool
 from vllm_delta_snapshot.types import TensorSpec
+from vllm_delta_snapshot.util.ordered import thread_pool
 
 DENSITIES = {"0p1pct": 0.001, "1pct": 0.01, "5pct": 0.05}
 REPETITIONS = 5

@@ -68,7 +68,7 @@ def main() -> int:
 
 def _write_coefficients(ours: dict[str, Any]) -> dict[str, float]:
     """Write what the planner multiplies with, and return what it makes of this run over 100 Mbit/s."""
-    from vllm_delta_snapshot.planner import Setup, measured_coefficients, plan
+    from vllm_delta_snapshot.cli.planner import Setup, measured_coefficients, plan
 
     measured = ours["coefficients"]
     changes = measured["changes"]
@@ -205,10 +205,10 @@ class _Ours:
 
     def _one_by_one(self) -> dict[str, float]:
         """Bring a version over, stage by stage."""
+        from vllm_delta_snapshot.changes.decode import decode
         from vllm_delta_snapshot.errors import NotStaged
-        from vllm_delta_snapshot.run_folder import RunFolder
-        from vllm_delta_snapshot.stage.decode import decode
-        from vllm_delta_snapshot.stage.mapping import map_update, write_lanes
+        from vllm_delta_snapshot.host.mapping import map_update, write_lanes
+        from vllm_delta_snapshot.runs.run_folder import RunFolder
 
         empty_s = timed(self._publisher.publish)
         self._bring_there()

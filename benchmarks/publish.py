@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.measure import peak, reset_peak, spread, timed
 from benchmarks.report import machine, progress, write_section
 from trainer_hooks import DeltaPublisher
-from trainer_hooks.kernel import load_kernel
+from trainer_hooks.compare.kernel import load_kernel
 from vllm_delta_snapshot.checkpoint import Checkpoint
 
 SHAPE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6, "vocab_size": 8192}

@@ -21,8 +21,8 @@ from benchmarks.codec import Specs, apply, copier, encode, kernel_set, peak_extr
 from benchmarks.recorded import Weights
 from benchmarks.report import machine, progress, write_section
 from vllm_delta_snapshot.dtypes import Bits
-from vllm_delta_snapshot.ordered import thread_pool
 from vllm_delta_snapshot.types import TensorSpec
+from vllm_delta_snapshot.util.ordered import thread_pool
 
 SIZES_GB, AT_DENSITY = (0.1, 0.4, 1.0, 2.0, 4.0), 0.01
 DENSITIES, AT_GB = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1), 1.0

@@ -55,9 +55,9 @@ class StagingWorker:
 
     def ready_stager(self, sync_dir: str, checkpoint: str, root: str) -> None:
         """Make a stager that follows, so that only staging is left to be done."""
-        from vllm_delta_snapshot.stage.area import StageArea, StagerConfig
-        from vllm_delta_snapshot.stage.attachment import Attachment
-        from vllm_delta_snapshot.stage.stager import Stager
+        from vllm_delta_snapshot.host.area import StageArea, StagerConfig
+        from vllm_delta_snapshot.host.attachment import Attachment
+        from vllm_delta_snapshot.host.stager import Stager
 
         area = StageArea.of(Path(root), StagerConfig(sync_dir=sync_dir, checkpoint=checkpoint))
         places = vars(self)["weight_transfer_engine"]._fitness.plan.places

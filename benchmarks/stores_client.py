@@ -24,7 +24,7 @@ import xxhash
 
 from vllm_delta_snapshot.format.digest import file_digest
 from vllm_delta_snapshot.format.metadata import FileEntry
-from vllm_delta_snapshot.stage.fetch import fetch_file
+from vllm_delta_snapshot.runs.fetch import fetch_file
 from vllm_delta_snapshot.store import StoreConfig, open_store
 
 CHUNK_BYTES: Final = 3_000_000

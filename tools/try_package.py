@@ -125,7 +125,9 @@ def main(venv: Path, dist: Path) -> None:
             environment.run((0, 1) if "doctor" in need.command else 0, *need.command)
             _say(f"[{need.extra}] brings what it says")
         environment.install(f"{wheel}[fast]")
-        environment.run(0, "python", "-c", "from trainer_hooks.kernel import load_kernel as f; assert f() is not None")
+        environment.run(
+            0, "python", "-c", "from trainer_hooks.compare.kernel import load_kernel as f; assert f() is not None"
+        )
         _say("[fast] brings what it says")
 
 

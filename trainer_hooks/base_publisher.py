@@ -19,19 +19,19 @@ from typing import NoReturn, Self
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from trainer_hooks.audit import AuditReport
-from trainer_hooks.conduct import Conduct
-from trainer_hooks.hook import publish_after_steps
-from trainer_hooks.publication import Publication
-from trainer_hooks.published import Head
-from trainer_hooks.saved_state import SavedState
-from trainer_hooks.turns import Turns
-from trainer_hooks.upkeep import SideUpkeep
-from trainer_hooks.use import Use, not_to_be_copied
-from trainer_hooks.writing import WritingRules
-from vllm_delta_snapshot.acks import Acknowledgement, wait_applied
+from trainer_hooks.compare.audit import AuditReport
+from trainer_hooks.publication.conduct import Conduct
+from trainer_hooks.publication.hook import publish_after_steps
+from trainer_hooks.publication.publication import Publication
+from trainer_hooks.publication.published import Head
+from trainer_hooks.publication.saved_state import SavedState
+from trainer_hooks.publication.turns import Turns
+from trainer_hooks.publication.upkeep import SideUpkeep
+from trainer_hooks.publication.use import Use, not_to_be_copied
+from trainer_hooks.publication.writing import WritingRules
 from vllm_delta_snapshot.errors import NotPublished
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.acks import Acknowledgement, wait_applied
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store
 
 __all__ = ["BasePublisher"]

@@ -13,32 +13,32 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from trainer_hooks.audit import check_turns, lost_published, unlike_published
 from trainer_hooks.base_publisher import BasePublisher
-from trainer_hooks.conduct import Conduct, WhenBusy
-from trainer_hooks.device_diff import DeviceDiff, DiffOn
-from trainer_hooks.fit import check_fit
-from trainer_hooks.kernel import load_kernel
-from trainer_hooks.leftovers import Leftovers
-from trainer_hooks.names import Names
-from trainer_hooks.notes import notes_of
-from trainer_hooks.observers import PublishObserver
-from trainer_hooks.publication import Fleet, Publication, PublishReport, R
-from trainer_hooks.published import Head, Published
-from trainer_hooks.resume import PublishedState, open_run, policy_of
-from trainer_hooks.source import source_of
-from trainer_hooks.unsourced import check_patterns, settle
-from trainer_hooks.upkeep import SideUpkeep
-from trainer_hooks.whole_writing import WholeWriting
-from trainer_hooks.writing import WritingRules, default_buffer_bytes
+from trainer_hooks.compare.audit import check_turns, lost_published, unlike_published
+from trainer_hooks.compare.device_diff import DeviceDiff, DiffOn
+from trainer_hooks.compare.kernel import load_kernel
+from trainer_hooks.publication.conduct import Conduct, WhenBusy
+from trainer_hooks.publication.leftovers import Leftovers
+from trainer_hooks.publication.notes import notes_of
+from trainer_hooks.publication.observers import PublishObserver
+from trainer_hooks.publication.publication import Fleet, Publication, PublishReport, R
+from trainer_hooks.publication.published import Head, Published
+from trainer_hooks.publication.resume import PublishedState, open_run, policy_of
+from trainer_hooks.publication.upkeep import SideUpkeep
+from trainer_hooks.publication.whole_writing import WholeWriting
+from trainer_hooks.publication.writing import WritingRules, default_buffer_bytes
+from trainer_hooks.source.fit import check_fit
+from trainer_hooks.source.items import source_of
+from trainer_hooks.source.names import Names
+from trainer_hooks.source.unsourced import check_patterns, settle
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.format.container import DEFAULT_MAX_FILE_BYTES
 from vllm_delta_snapshot.format.digest import add_digests, format_digest
-from vllm_delta_snapshot.ordered import thread_pool
-from vllm_delta_snapshot.own_run import OwnRun
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.own_run import OwnRun
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 from vllm_delta_snapshot.upkeep import UpkeepPolicy
+from vllm_delta_snapshot.util.ordered import thread_pool
 
 __all__ = ["DeltaPublisher", "Publication", "PublishReport"]
 
@@ -58,7 +58,7 @@ class DeltaPublisher(BasePublisher):
         sync_dir: the run's folder: ``/path``, ``s3://bucket/prefix`` or ``gs://bucket/prefix``.
         base: the checkpoint that trainer and engines start from, a local folder with safetensors files.
         names: checkpoint names of a module's parameters, where they are not those that transformers would give: a
-            mapping from parameter names, or a function (`trainer_hooks.names.Names`, docs/trainers.md).
+            mapping from parameter names, or a function (`trainer_hooks.source.names.Names`, docs/trainers.md).
         unsourced: patterns of tensors of the base that the source need not have, such as ``["model.mtp.*"]``: what it
             has not of these stays as it is in the base, in every version, and is named in the log once. What it has is
             published, whatever was named (docs/trainers.md, "Tensors that the trainer does not have").

@@ -3,15 +3,15 @@
 
 The way of the data, and where to read it::
 
-    trainer_hooks.diff        which elements changed, bit for bit
-    format.container          encode: patches -> safetensors files
-    trainer_hooks.publish     publish: files, metadata.json, then versions/N.json, created exclusively
-    stage.fetch               fetch: store -> local files, size and checksum compared
-    stage.decode              decode: files -> patches, every position checked
-    stage.merge               merge: several versions -> one update, last writer wins
-    stage.stager              stage: the process that does the three above while generation goes on
-    engine.apply              apply: the only work inside the pause
-    engine.verify             verify: live weights against what was staged
+    trainer_hooks.compare      diff: which elements changed, bit for bit
+    format.container           encode: patches -> safetensors files
+    trainer_hooks.publication  publish: files, metadata.json, then versions/N.json, created exclusively
+    runs.fetch                 fetch: store -> local files, size and checksum compared
+    changes.decode             decode: files -> patches, every position checked
+    changes.merge              merge: several versions -> one update
+    host.stager                stage: the process that does the three above while generation goes on
+    engine.write.apply         apply: the only work inside the pause
+    engine.write.verify        verify: live weights against what was staged
 
 Importing this package imports neither vLLM nor torch.
 """

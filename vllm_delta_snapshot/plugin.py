@@ -37,9 +37,10 @@ def register() -> None:
 
 def _prepare_process() -> None:
     """Arrange for what has to be done when vLLM's modules are loaded, in the processes that load them."""
-    from vllm_delta_snapshot.engine import beside_numba, compiled, cpu, executor
-    from vllm_delta_snapshot.engine.on_import import on_import
-    from vllm_delta_snapshot.engine.quiet import quiet_not_staged
+    from vllm_delta_snapshot.engine.plan import compiled
+    from vllm_delta_snapshot.engine.vllm_patches import beside_numba, cpu, executor
+    from vllm_delta_snapshot.engine.vllm_patches.on_import import on_import
+    from vllm_delta_snapshot.engine.vllm_patches.quiet import quiet_not_staged
 
     on_import("vllm.model_executor.layers.utils", cpu.keep_plain_linears)
     on_import("vllm.model_executor.layers.fused_moe.experts.cpu_moe", cpu.keep_plain_experts)

@@ -20,7 +20,7 @@ from vllm_delta_snapshot.errors import (
     StoreUnavailable,
     error_of_fields,
 )
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store, open_store
 from vllm_delta_snapshot.store.posix import PosixStore
 

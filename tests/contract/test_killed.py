@@ -15,10 +15,10 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.object_stores import SERVERS
 from tests.support.runs import TinyTrainer, assert_same_state
 from trainer_hooks import DeltaPublisher
+from vllm_delta_snapshot.audit.verify_run import verify_run
 from vllm_delta_snapshot.errors import ObjectNotFound
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
-from vllm_delta_snapshot.verify_run import verify_run
 
 pytestmark = pytest.mark.servers
 

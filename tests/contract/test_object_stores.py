@@ -19,7 +19,8 @@ from tests.support.object_stores import SERVERS, ObjectServer, free_port, rclone
 from tests.support.runs import TinyRun, TinyTrainer, assert_same_state
 from tests.support.tensors import apply_by_hand
 from trainer_hooks import DeltaPublisher
-from vllm_delta_snapshot.acks import Acknowledger
+from vllm_delta_snapshot.audit.verify_run import verify_run
+from vllm_delta_snapshot.changes.decode import decode
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.cli.app import app
 from vllm_delta_snapshot.dtypes import Bits
@@ -31,17 +32,16 @@ from vllm_delta_snapshot.errors import (
     StoreUnavailable,
 )
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
-from vllm_delta_snapshot.format.openrl import read_folder_metadata
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.area import StageArea, StagerConfig
-from vllm_delta_snapshot.stage.attachment import Attachment
-from vllm_delta_snapshot.stage.decode import decode
-from vllm_delta_snapshot.stage.stager import Stager
+from vllm_delta_snapshot.host.area import StageArea, StagerConfig
+from vllm_delta_snapshot.host.attachment import Attachment
+from vllm_delta_snapshot.host.stager import Stager
+from vllm_delta_snapshot.interop.openrl import read_folder_metadata
+from vllm_delta_snapshot.runs.acks import Acknowledger
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store, StoreConfig, open_store
 from vllm_delta_snapshot.store.base import SweepsUploads
 from vllm_delta_snapshot.store.s3 import S3Store
-from vllm_delta_snapshot.verify_run import verify_run
 
 pytestmark = pytest.mark.servers
 

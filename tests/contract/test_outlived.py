@@ -26,7 +26,7 @@ STORES = {"folder": "folder", "ministack": "S3", "moto": "S3", "fake-gcs": "GCS"
 
 MOMENTS = ((-2, None, 0), (-2, None, 1), (-2, -1, 0), (-2, -1, 1), (-2, 1, 2), (-1, None, 2))
 """Before which request of a commit, from its end (creation, look), the folder is wiped; before which the trainer dies;
-and how many versions the new run has by then. Every moment there is: tests/unit/test_outlived.py."""
+and how many versions the new run has by then. Every moment there is: tests/unit/trainer_hooks/test_outlived.py."""
 
 Record = Callable[[str, object], None]
 

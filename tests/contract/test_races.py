@@ -18,10 +18,10 @@ from tests.support.checkpoints import tiny_tensors, write_checkpoint
 from tests.support.object_stores import SERVERS
 from tests.support.runs import TinyTrainer, assert_same_state
 from trainer_hooks import DeltaPublisher
+from vllm_delta_snapshot.audit.verify_run import verify_run
 from vllm_delta_snapshot.errors import CorruptFile, ObjectNotFound, RunMismatch
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store, open_store
-from vllm_delta_snapshot.verify_run import verify_run
 
 pytestmark = pytest.mark.servers
 

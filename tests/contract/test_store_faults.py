@@ -20,6 +20,7 @@ from tests.support.bucket_runs import BucketHost, BucketRun, make_bucket_run
 from tests.support.fault_proxy import Fault, FaultProxy, Harm, fault_proxy
 from tests.support.object_stores import SERVERS
 from tests.support.runs import assert_same_state
+from vllm_delta_snapshot.audit.verify_run import verify_run
 from vllm_delta_snapshot.cli.app import app
 from vllm_delta_snapshot.errors import (
     CorruptFile,
@@ -29,9 +30,8 @@ from vllm_delta_snapshot.errors import (
     StoreUnavailable,
     error_of_fields,
 )
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store, StoreConfig, open_store
-from vllm_delta_snapshot.verify_run import verify_run
 
 pytestmark = pytest.mark.servers
 

@@ -15,8 +15,8 @@ import torch
 from tests.docs.tiny import TinyModel, batch_of, make_tiny_model
 from tests.docs.world import Desk
 from trainer_hooks import DeltaPublisher, ShardedPublisher
-from vllm_delta_snapshot.acks import Acknowledger
 from vllm_delta_snapshot.drive import ServerClient
+from vllm_delta_snapshot.runs.acks import Acknowledger
 from vllm_delta_snapshot.store import open_store
 
 Namespace = dict[str, Any]

@@ -59,8 +59,6 @@ def serve(address: str, modules: Sequence[str]) -> None:
         sys.stdout.flush()
         import matplotlib.figure  # noqa: F401
 
-        import vllm_delta_snapshot.materialize
-        import vllm_delta_snapshot.verify_run  # noqa: F401
         from vllm_delta_snapshot.cli import app  # noqa: F401
 
         for module in modules:

@@ -18,12 +18,12 @@ from tests.docs.quick import quick_command
 from tests.docs.tiny import batch_of, make_tiny_model, write_tiny_checkpoint
 from tests.support.object_stores import ObjectServer, fake_gcs, free_port, ministack
 from trainer_hooks import DeltaPublisher
-from vllm_delta_snapshot.anchor import write_anchor
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import DeltaSync, ServerClient
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
+from vllm_delta_snapshot.upkeep.anchor import write_anchor
 
 VERSIONS = 6
 DEMO_BASE = "smollm2-135m-instruct-bf16"

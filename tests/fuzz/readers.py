@@ -16,19 +16,19 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_snapshot.acks import Acknowledgement
+from vllm_delta_snapshot.changes.decode import decode
 from vllm_delta_snapshot.checkpoint import INDEX_NAME, Checkpoint
 from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.errors import DeltaSnapshotError
 from vllm_delta_snapshot.format.encodings import ENCODINGS, encoding_of
 from vllm_delta_snapshot.format.encodings.base import Stated
 from vllm_delta_snapshot.format.metadata import DeltaMetadata, parse_metadata
-from vllm_delta_snapshot.format.openrl import read_folder_metadata, read_openrl_delta
 from vllm_delta_snapshot.format.run import RunInfo
 from vllm_delta_snapshot.format.safetensors_io import MappedFile
-from vllm_delta_snapshot.format.skyrl import open_skyrl_delta
 from vllm_delta_snapshot.format.version import VersionRecord
-from vllm_delta_snapshot.stage.decode import decode
+from vllm_delta_snapshot.interop.openrl import read_folder_metadata, read_openrl_delta
+from vllm_delta_snapshot.interop.skyrl import open_skyrl_delta
+from vllm_delta_snapshot.runs.acks import Acknowledgement
 from vllm_delta_snapshot.store import StoreConfig
 from vllm_delta_snapshot.types import Change, TensorDifference, TensorPatch, TensorSpec
 

@@ -118,7 +118,7 @@ def stager_pids(stage_root: Path) -> list[int]:
         if process.name.isdecimal():
             with contextlib.suppress(OSError):
                 words = (process / "cmdline").read_bytes().split(b"\0")
-                if b"vllm_delta_snapshot.stage" in words and any(str(stage_root).encode() in word for word in words):
+                if b"vllm_delta_snapshot.host" in words and any(str(stage_root).encode() in word for word in words):
                     found.append(int(process.name))
     return found
 

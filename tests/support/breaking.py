@@ -11,9 +11,9 @@ def break_writing(worker: Any, rank: int, count: int) -> None:
 
     An update of fewer storages is not broken off, nor are those of other workers.
     """
-    from vllm_delta_snapshot.engine import transaction
-    from vllm_delta_snapshot.engine.apply import apply
-    from vllm_delta_snapshot.engine.lanes import LiveLane, write_lanes
+    from vllm_delta_snapshot.engine.write import transaction
+    from vllm_delta_snapshot.engine.write.apply import apply
+    from vllm_delta_snapshot.engine.write.lanes import LiveLane, write_lanes
 
     def broken(model: Any, lanes: Sequence[LiveLane], *rest: Any) -> None:
         if count >= len(lanes):
@@ -28,8 +28,8 @@ def break_writing(worker: Any, rank: int, count: int) -> None:
 
 def refuse_scattering(worker: Any) -> None:
     """Have every update fail that scatters a storage: what goes through was written by vLLM's loader alone."""
-    from vllm_delta_snapshot.engine import apply
-    from vllm_delta_snapshot.engine.lanes import LiveLane
+    from vllm_delta_snapshot.engine.write import apply
+    from vllm_delta_snapshot.engine.write.lanes import LiveLane
 
     def refused(lanes: Sequence[LiveLane]) -> list[bool]:
         if lanes:

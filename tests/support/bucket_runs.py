@@ -9,15 +9,15 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.runs import State, TinyTrainer
 from tests.support.tensors import apply_by_hand
 from trainer_hooks import DeltaPublisher
+from vllm_delta_snapshot.changes.decode import decode
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
-from vllm_delta_snapshot.format.openrl import read_folder_metadata
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.area import StageArea, StagerConfig
-from vllm_delta_snapshot.stage.attachment import Attachment
-from vllm_delta_snapshot.stage.decode import decode
-from vllm_delta_snapshot.stage.stager import Stager
+from vllm_delta_snapshot.host.area import StageArea, StagerConfig
+from vllm_delta_snapshot.host.attachment import Attachment
+from vllm_delta_snapshot.host.stager import Stager
+from vllm_delta_snapshot.interop.openrl import read_folder_metadata
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 

@@ -19,10 +19,10 @@ import torch  # isort: skip
 from vllm.config import set_current_vllm_config  # isort: skip
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.engine import transaction
-from vllm_delta_snapshot.engine.fitness import Fitness, check_fitness
-from vllm_delta_snapshot.engine.updates import Update
-from vllm_delta_snapshot.stage.mapping import map_update
+from vllm_delta_snapshot.engine.write import transaction
+from vllm_delta_snapshot.engine.write.fitness import Fitness, check_fitness
+from vllm_delta_snapshot.engine.write.updates import Update
+from vllm_delta_snapshot.host.mapping import map_update
 from vllm_delta_snapshot.types import TensorPatch
 
 

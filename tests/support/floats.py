@@ -12,7 +12,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.runs import State
 from tests.support.tensors import random_bits, rng_of, to_torch
 from trainer_hooks import DeltaPublisher
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 from vllm_delta_snapshot.types import TensorSpec
 

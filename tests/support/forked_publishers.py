@@ -23,9 +23,9 @@ from tests.support.gates import PATIENCE_S, GatedStore
 from tests.support.runs import TinyTrainer
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.errors import DeltaSnapshotError
-from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.scratch import scratch_folder
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
+from vllm_delta_snapshot.util.scratch import scratch_folder
 
 
 def _leave(publisher: DeltaPublisher, *error: Any) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from vllm_delta_snapshot.acks import Acknowledgement
+from vllm_delta_snapshot.audit.verify_run import RunProblem
 from vllm_delta_snapshot.errors import BrokenChain
 from vllm_delta_snapshot.format.version import VersionRecord
 from vllm_delta_snapshot.report.history import RunHistory, VersionFacts
 from vllm_delta_snapshot.report.layers import Layer
-from vllm_delta_snapshot.verify_run import RunProblem
+from vllm_delta_snapshot.runs.acks import Acknowledgement
 
 RUN_ID = "0123abcd-0123-0123-0123-0123456789ab"
 

@@ -22,11 +22,11 @@ import zstandard
 
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import DeltaSnapshotError
-from vllm_delta_snapshot.format.openrl import read_openrl_delta
 from vllm_delta_snapshot.format.safetensors_io import MappedFile
-from vllm_delta_snapshot.format.skyrl import open_skyrl_delta
-from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.replay import opened_version
+from vllm_delta_snapshot.interop.openrl import read_openrl_delta
+from vllm_delta_snapshot.interop.skyrl import open_skyrl_delta
+from vllm_delta_snapshot.runs.replay import opened_version
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 
 MORE_BYTES = 768 << 20

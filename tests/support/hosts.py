@@ -8,15 +8,15 @@ import numpy as np
 
 from tests.support.runs import State, TinyRun, assert_same_state
 from tests.support.tensors import apply_by_hand
+from vllm_delta_snapshot.changes.decode import decode
 from vllm_delta_snapshot.format.digest import format_digest, patch_digest, seeded_digests
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
-from vllm_delta_snapshot.format.openrl import read_folder_metadata
-from vllm_delta_snapshot.stage.area import StageArea, StagerConfig, StagerState
-from vllm_delta_snapshot.stage.attachment import Attachment
-from vllm_delta_snapshot.stage.decode import decode
-from vllm_delta_snapshot.stage.mapping import read_lanes
-from vllm_delta_snapshot.stage.places import PlaceMap, Segment
-from vllm_delta_snapshot.stage.stager import Stager
+from vllm_delta_snapshot.host.area import StageArea, StagerConfig, StagerState
+from vllm_delta_snapshot.host.attachment import Attachment
+from vllm_delta_snapshot.host.mapping import read_lanes
+from vllm_delta_snapshot.host.places import PlaceMap, Segment
+from vllm_delta_snapshot.host.stager import Stager
+from vllm_delta_snapshot.interop.openrl import read_folder_metadata
 from vllm_delta_snapshot.types import TensorDifference
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from tests.support import mirror_crash
 from tests.support.mirror_crash import copier, killed_at_lines
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage import mirror_keeper, update_folders
-from vllm_delta_snapshot.stage.area import StageArea
-from vllm_delta_snapshot.stage.fetched import FetchedVersions
-from vllm_delta_snapshot.stage.mirror_keeper import MirrorKeeper
-from vllm_delta_snapshot.stage.update_folders import UpdateFolders
+from vllm_delta_snapshot.host import mirror_keeper, update_folders
+from vllm_delta_snapshot.host.area import StageArea
+from vllm_delta_snapshot.host.fetched import FetchedVersions
+from vllm_delta_snapshot.host.mirror_keeper import MirrorKeeper
+from vllm_delta_snapshot.host.update_folders import UpdateFolders
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 
 mirror_crash.TRACED |= {mirror_keeper.__file__, update_folders.__file__}

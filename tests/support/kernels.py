@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from trainer_hooks.kernel import Kernel, _load_kernel
+from trainer_hooks.compare.kernel import Kernel, _load_kernel
 
 
 @functools.cache

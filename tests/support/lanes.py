@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from trainer_hooks.device_diff import DEVICE_BYTES
-from trainer_hooks.lanes import LANES, Lane
+from trainer_hooks.compare.device_diff import DEVICE_BYTES
+from trainer_hooks.compare.lanes import LANES, Lane
 
 __all__ = ["LateLanes", "LateStream"]
 

@@ -13,17 +13,17 @@ from tests.support.faults import FaultyStore
 from tests.support.runs import State, TinyTrainer, assert_same_state
 from tests.support.tensors import apply_by_hand
 from trainer_hooks import DeltaPublisher, ShardedPublisher
+from vllm_delta_snapshot.audit.verify_run import verify_run
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import StoreUnavailable
-from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.replay import opened_version
+from vllm_delta_snapshot.runs.replay import opened_version
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store
 from vllm_delta_snapshot.store.base import HasFolders
-from vllm_delta_snapshot.verify_run import verify_run
 
 KINDS: dict[str, tuple[Any, str]] = {
     "DeltaPublisher": (DeltaPublisher, "trainer_hooks.publisher.open_store"),
-    "ShardedPublisher": (ShardedPublisher, "trainer_hooks.sharded.publisher.open_store"),
+    "ShardedPublisher": (ShardedPublisher, "trainer_hooks.sharded_publisher.open_store"),
 }
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 from tests.support.forks import all_forked, forked
 from tests.support.mirrors import Step, mirror_of, reopened
-from vllm_delta_snapshot import patch_files
-from vllm_delta_snapshot.stage import mirror, mirror_marker
+from vllm_delta_snapshot.checkpoint import patch_files
+from vllm_delta_snapshot.host import mirror, mirror_marker
 
 TRACED = {mirror.__file__, mirror_marker.__file__, patch_files.__file__}
 

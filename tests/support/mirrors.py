@@ -15,7 +15,7 @@ from tests.support.wire import RUN_ID
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.format.digest import format_digest, patch_digest, state_digest
-from vllm_delta_snapshot.stage.mirror import Mirror
+from vllm_delta_snapshot.host.mirror import Mirror
 from vllm_delta_snapshot.types import TensorPatch, TensorSpec
 
 State = dict[str, Bits]

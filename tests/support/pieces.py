@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_delta_snapshot.stage.places import Segment, Table
+from vllm_delta_snapshot.host.places import Segment, Table
 
 
 def ramp(*shape: int) -> torch.Tensor:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from tests.support.tensors import bits_of
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 
 ROOT = Path(__file__).parents[2]

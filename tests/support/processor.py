@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_delta_snapshot.engine.on_import import on_import
+from vllm_delta_snapshot.engine.vllm_patches.on_import import on_import
 
 __all__ = ["LEVELS", "claimed", "describe", "lower", "own_level"]
 

@@ -17,14 +17,14 @@ import xxhash
 from tests.support.checkpoints import TINY_SPECS, tiny_tensors, write_checkpoint
 from tests.support.tensors import apply_by_hand, bits_of, random_bits, rng_of
 from trainer_hooks import DeltaPublisher
+from vllm_delta_snapshot.changes.decode import decode
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.dtypes import Bits
 from vllm_delta_snapshot.format.choose import Chosen, choose
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.version import VersionRecord
-from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.decode import decode
-from vllm_delta_snapshot.stage.fetch import fetch
+from vllm_delta_snapshot.runs.fetch import fetch
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
 from vllm_delta_snapshot.types import Change, TensorSpec
 
@@ -176,7 +176,7 @@ def forge_difference(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> str:
         return replace(chosen, change=replace(chosen.change, values=chosen.change.values + np.uint16(1)))
 
     with monkeypatch.context() as patched:
-        patched.setattr("trainer_hooks.whole_writing.choose", forged)
+        patched.setattr("trainer_hooks.publication.whole_writing.choose", forged)
         publisher.publish()
     return name
 

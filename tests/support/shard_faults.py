@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.support.checkpoints import write_checkpoint
 from tests.support.shards import _poke
 from trainer_hooks import PartialTensor, ShardedPublisher
-from trainer_hooks.sharded.baseline import ShardBaseline
+from trainer_hooks.compare.shard_baseline import ShardBaseline
 from vllm_delta_snapshot.errors import StoreError, StoreUnavailable
 
 SHAPES = {"model.a": (11, 6), "model.b": (5,), "model.c": (4, 3), "model.d": (40, 2)}

@@ -29,12 +29,12 @@ from tests.support.shard_memory import measured
 from tests.support.shard_unsourced import LACKING
 from tests.support.shards import CASES, Story, experts, served
 from trainer_hooks import ShardedPublisher
-from vllm_delta_snapshot.anchor import write_anchor
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.errors import DeltaSnapshotError
-from vllm_delta_snapshot.retention import RetentionPolicy, plan_pruning, prune
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
+from vllm_delta_snapshot.upkeep.anchor import write_anchor
+from vllm_delta_snapshot.upkeep.retention import RetentionPolicy, plan_pruning, prune
 
 EXPERTS = "experts"
 COPIED = "hsdp"

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from tests.support.waiting import eventually
-from vllm_delta_snapshot.stage.area import StageArea
+from vllm_delta_snapshot.host.area import StageArea
 
 
 def area_in(root: Path) -> StageArea:
@@ -22,7 +22,7 @@ def stagers(area: StageArea) -> set[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended
             argv = (process / "cmdline").read_bytes().split(b"\0")
-            if b"vllm_delta_snapshot.stage" in argv and str(area.path).encode() in argv:
+            if b"vllm_delta_snapshot.host" in argv and str(area.path).encode() in argv:
                 found.add(int(process.name))
     return found
 

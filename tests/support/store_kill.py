@@ -21,13 +21,13 @@ import google.cloud.storage  # noqa: F401
 import torch
 
 import trainer_hooks.publisher as publisher_module
-import vllm_delta_snapshot.stage.stager as stager_module
+import vllm_delta_snapshot.host.stager as stager_module
 from tests.support.forks import all_forked, forked
 from tests.support.runs import TinyTrainer
 from trainer_hooks import DeltaPublisher
-from vllm_delta_snapshot.stage.area import StageArea, StagerConfig
-from vllm_delta_snapshot.stage.attachment import Attachment
-from vllm_delta_snapshot.stage.stager import Stager
+from vllm_delta_snapshot.host.area import StageArea, StagerConfig
+from vllm_delta_snapshot.host.attachment import Attachment
+from vllm_delta_snapshot.host.stager import Stager
 from vllm_delta_snapshot.store import open_store
 
 VERBS = ("create", "put", "read", "size", "read_range", "list", "delete")

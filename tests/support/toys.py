@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tests.support.tensors import bits_of, random_bits, rng_of, to_torch
-from vllm_delta_snapshot.engine.lanes import LiveLane, ready_lanes, write_lanes
-from vllm_delta_snapshot.engine.load_plan import LoadPlan
-from vllm_delta_snapshot.stage.mapping import map_update
+from vllm_delta_snapshot.engine.plan.load_plan import LoadPlan
+from vllm_delta_snapshot.engine.write.lanes import LiveLane, ready_lanes, write_lanes
+from vllm_delta_snapshot.host.mapping import map_update
 from vllm_delta_snapshot.types import Change, TensorPatch, TensorSpec, position_dtype
 
 Pairs = Iterable[tuple[str, torch.Tensor]]

@@ -11,7 +11,8 @@ import signal
 import sys
 
 from tests.support.runs import TinyTrainer
-from trainer_hooks import DeltaPublisher, published
+from trainer_hooks import DeltaPublisher
+from trainer_hooks.publication import published
 from vllm_delta_snapshot.errors import DeltaSnapshotError
 
 

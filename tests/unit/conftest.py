@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer_hooks.kernel import _load_kernel
+from trainer_hooks.compare.kernel import _load_kernel
 
 SWITCH = "DELTA_SNAPSHOT_KERNEL"
 

@@ -16,13 +16,13 @@ from tests.support.cli import Outcome
 from tests.support.hosts import Host
 from tests.support.runs import TinyRun, copy_of, make_run
 from trainer_hooks import DeltaPublisher
-from vllm_delta_snapshot.acks import Acknowledger
-from vllm_delta_snapshot.anchor import write_anchor
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.compact import compact
 from vllm_delta_snapshot.errors import DeltaSnapshotError
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.retention import RetentionPolicy, plan_pruning, prune
+from vllm_delta_snapshot.runs.acks import Acknowledger
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.upkeep.anchor import write_anchor
+from vllm_delta_snapshot.upkeep.compact import compact
+from vllm_delta_snapshot.upkeep.retention import RetentionPolicy, plan_pruning, prune
 
 NEWEST = 6
 OTHER = "f" * 8 + "-ffff-4fff-bfff-" + "f" * 12

@@ -15,10 +15,10 @@ from tests.support.tiny_models import ARCHITECTURES, OPTIONS, WEIGHTS_ONLY, make
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import sync_llm, verify_llm
-from vllm_delta_snapshot.engine import transaction
-from vllm_delta_snapshot.engine.lanes import LiveLane, write_lanes
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.engine.write import transaction
+from vllm_delta_snapshot.engine.write.lanes import LiveLane, write_lanes
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"

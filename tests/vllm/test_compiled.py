@@ -22,8 +22,8 @@ from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import sync_llm, verify_llm
 from vllm_delta_snapshot.errors import CompatibilityError
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 pytestmark = pytest.mark.skipif(not CAN_COMPILE, reason="vLLM compiles with a C++ compiler: there is none")

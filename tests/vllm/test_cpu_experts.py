@@ -16,7 +16,7 @@ import torch
 from tests.support.engines import PROMPTS, engine
 from tests.support.rounding import Bounded
 from tests.support.tiny_models import make_model, train_step
-from vllm_delta_snapshot.engine import cpu
+from vllm_delta_snapshot.engine.vllm_patches import cpu
 
 
 def _trained(folder: Path) -> Any:

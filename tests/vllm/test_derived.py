@@ -13,11 +13,11 @@ import torch
 
 from tests.support.engines import Engine, engine
 from tests.support.tiny_models import make_model
-from vllm_delta_snapshot.engine.derived import find_derived, find_unexplained
-from vllm_delta_snapshot.engine.fitness import Fitness
-from vllm_delta_snapshot.engine.load_plan import LoadPlan
-from vllm_delta_snapshot.engine.transaction import prepare
-from vllm_delta_snapshot.engine.updates import Update
+from vllm_delta_snapshot.engine.plan.derived import find_derived, find_unexplained
+from vllm_delta_snapshot.engine.plan.load_plan import LoadPlan
+from vllm_delta_snapshot.engine.write.fitness import Fitness
+from vllm_delta_snapshot.engine.write.transaction import prepare
+from vllm_delta_snapshot.engine.write.updates import Update
 from vllm_delta_snapshot.errors import ApplyError, TensorRefused
 
 

@@ -9,11 +9,11 @@ import pytest
 from tests.support.engines import engine
 from tests.support.tiny_models import make_model, quantize_int8
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.engine import cpu
-from vllm_delta_snapshot.engine.fitness import check_fitness
-from vllm_delta_snapshot.engine.full_check import digest_live
-from vllm_delta_snapshot.engine.load_plan import record_load_plan
-from vllm_delta_snapshot.engine.verify import sum_over_workers
+from vllm_delta_snapshot.engine.plan.load_plan import record_load_plan
+from vllm_delta_snapshot.engine.vllm_patches import cpu
+from vllm_delta_snapshot.engine.write.fitness import check_fitness
+from vllm_delta_snapshot.engine.write.full_check import digest_live
+from vllm_delta_snapshot.engine.write.verify import sum_over_workers
 from vllm_delta_snapshot.errors import BaseMismatch, TensorRefused
 from vllm_delta_snapshot.format.digest import tensor_digest
 

@@ -60,8 +60,8 @@ def _finds_flipped_bits(live: Engine) -> None:
 def test_weights_in_another_type_are_converted_as_the_loader_does(tmp_path: Path) -> None:
     from tests.support.engines import PROMPTS
     from vllm_delta_snapshot.checkpoint import Checkpoint
-    from vllm_delta_snapshot.materialize import materialize
-    from vllm_delta_snapshot.run_folder import RunFolder
+    from vllm_delta_snapshot.runs.materialize import materialize
+    from vllm_delta_snapshot.runs.run_folder import RunFolder
     from vllm_delta_snapshot.store import open_store
 
     assert PROMPTS

@@ -23,8 +23,8 @@ from trainer_hooks.integrations.rounds import Rounds
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import DeltaSync, repair_server, verify_server
 from vllm_delta_snapshot.errors import ApplyError, BaseMismatch, SourceError
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 PROMPT = [3, 4, 5, 6]

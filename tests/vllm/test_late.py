@@ -9,15 +9,15 @@ import pytest
 from tests.support.engines import engine
 from tests.support.tiny_models import make_model, train_step
 from trainer_hooks import DeltaPublisher
-from vllm_delta_snapshot.anchor import write_anchor
 from vllm_delta_snapshot.checkpoint import Checkpoint
-from vllm_delta_snapshot.compact import compact
 from vllm_delta_snapshot.drive import sync_llm, verify_llm
 from vllm_delta_snapshot.errors import BrokenChain
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.retention import RetentionPolicy, plan_pruning, prune
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store.posix import PosixStore
+from vllm_delta_snapshot.upkeep.anchor import write_anchor
+from vllm_delta_snapshot.upkeep.compact import compact
+from vllm_delta_snapshot.upkeep.retention import RetentionPolicy, plan_pruning, prune
 
 
 def test_late_engine_catches_up_from_an_anchor_in_one_pause_and_one_left_behind_is_told(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from tests.support.tiny_models import make_model, train_step
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import repair_llm, sync_llm, verify_llm
-from vllm_delta_snapshot.engine.derived import DerivedPlan
-from vllm_delta_snapshot.engine.moving import refuse_moving
+from vllm_delta_snapshot.engine.plan.derived import DerivedPlan
+from vllm_delta_snapshot.engine.plan.moving import refuse_moving
 from vllm_delta_snapshot.errors import TensorRefused, VerifyError
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 OPTIONS: dict[str, Any] = {"quantization": "fp8_per_channel", "attention_backend": "CPU_MLA"}

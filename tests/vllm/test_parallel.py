@@ -19,8 +19,8 @@ from tests.support.tiny_models import WEIGHTS_ONLY, make_model, train_step
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import sync_llm, verify_llm
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 TENSOR: dict[str, Any] = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}

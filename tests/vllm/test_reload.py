@@ -11,10 +11,10 @@ from tests.support.tiny_models import make_model, train_step
 from trainer_hooks import DeltaPublisher
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import sync_llm, verify_llm
-from vllm_delta_snapshot.engine import transaction
+from vllm_delta_snapshot.engine.write import transaction
 from vllm_delta_snapshot.errors import ApplyError, TensorRefused
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 QUANTIZATION = "fp8_per_channel"

@@ -78,7 +78,7 @@ def test_update_of_a_drifted_engine_repairs_it_unless_told_not_to(
         verify_llm(live.llm, version, run_id=publisher.run_id)
         # A repair that does not hold leaves the engine uncertain.
         drift(live.worker)
-        monkeypatch.setattr("vllm_delta_snapshot.engine.repair._write_whole", lambda *_: None)
+        monkeypatch.setattr("vllm_delta_snapshot.engine.write.repair._write_whole", lambda *_: None)
         with pytest.raises(WeightsUncertain, match="still differ after a repair"):
             repair_llm(live.llm)
         with pytest.raises(WeightsUncertain):

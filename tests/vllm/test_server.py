@@ -26,8 +26,8 @@ from vllm_delta_snapshot.drive import ServerClient, ServerError, sync_server, ve
 from vllm_delta_snapshot.drive.labels import confirm_label
 from vllm_delta_snapshot.drive.sync import _wait_prepared
 from vllm_delta_snapshot.errors import BaseMismatch, CompatibilityError, CorruptFile, OutOfOrder
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 LONG = 400

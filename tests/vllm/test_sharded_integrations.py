@@ -1,4 +1,4 @@
-"""Adapters on sharded models that need vLLM to be imported; see tests/unit/test_sharded_integrations.py."""
+"""Adapters on sharded models that need vLLM to be imported; the others are under tests/unit."""
 
 from __future__ import annotations
 

@@ -14,17 +14,17 @@ from tests.support.engines import Engine, engine
 from tests.support.tensors import bits_of
 from tests.support.tiny_models import make_model, train_step
 from trainer_hooks import DeltaPublisher
-from trainer_hooks.source import source_of
+from trainer_hooks.source.items import source_of
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import sync_llm
-from vllm_delta_snapshot.engine import apply, transaction
-from vllm_delta_snapshot.engine.lanes import LiveLane
-from vllm_delta_snapshot.engine.live import scatter
-from vllm_delta_snapshot.engine.load_plan import fingerprint_of
-from vllm_delta_snapshot.engine.updates import Update
+from vllm_delta_snapshot.engine.plan.live import scatter
+from vllm_delta_snapshot.engine.plan.load_plan import fingerprint_of
+from vllm_delta_snapshot.engine.write import apply, transaction
+from vllm_delta_snapshot.engine.write.lanes import LiveLane
+from vllm_delta_snapshot.engine.write.updates import Update
 from vllm_delta_snapshot.errors import ApplyError, VerifyError, WeightsUncertain
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 

@@ -25,8 +25,8 @@ from vllm_delta_snapshot.errors import (
     OutOfOrder,
     RunMismatch,
 )
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 

@@ -21,8 +21,8 @@ from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.drive import sync_llm, verify_llm
 from vllm_delta_snapshot.engine.table import apply_table
 from vllm_delta_snapshot.errors import SourceError, TensorRefused
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -18,9 +18,9 @@ from typing import Any, Protocol, Self
 
 from torch import nn
 
-from trainer_hooks.publication import Fleet, Publication
+from trainer_hooks.publication.publication import Fleet, Publication
 from trainer_hooks.publisher import DeltaPublisher
-from trainer_hooks.sharded.publisher import ShardedPublisher
+from trainer_hooks.sharded_publisher import ShardedPublisher
 from vllm_delta_snapshot.errors import SourceError
 
 __all__ = ["FleetResult", "Rounds", "is_sharded"]

@@ -19,9 +19,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_hooks.hook import check_every
 from trainer_hooks.integrations.rounds import FleetResult, Rounds
-from trainer_hooks.publication import Fleet, Publication
+from trainer_hooks.publication.hook import check_every
+from trainer_hooks.publication.publication import Fleet, Publication
 
 __all__ = ["DeltaSnapshotCallback"]
 

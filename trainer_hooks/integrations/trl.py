@@ -26,7 +26,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
 from trainer_hooks.integrations.rounds import FleetResult, Rounds
-from trainer_hooks.publication import Fleet
+from trainer_hooks.publication.publication import Fleet
 from vllm_delta_snapshot.errors import SourceError
 
 __all__ = ["DeltaWeightTransfer", "use_delta_sync"]

@@ -12,16 +12,18 @@ from typing import Any
 
 import typer
 
+from vllm_delta_snapshot.audit.compare_checkpoints import compare_checkpoints
+from vllm_delta_snapshot.audit.compare_versions import compare_versions
+from vllm_delta_snapshot.audit.comparison import Comparison, TensorComparison
 from vllm_delta_snapshot.checkpoint import Checkpoint
 from vllm_delta_snapshot.cli.output import EXIT_PROBLEM, EXIT_USAGE, print_json, print_table, progress_bar, reported
 from vllm_delta_snapshot.cli.targets import base_at_hand, base_of_run, open_run_at, split_folder
-from vllm_delta_snapshot.compare import Comparison, TensorComparison, compare_checkpoints, compare_versions
 from vllm_delta_snapshot.errors import ObjectNotFound
 from vllm_delta_snapshot.format.layout import RUN_KEY
-from vllm_delta_snapshot.materialize import materialize
 from vllm_delta_snapshot.report.text import counted, percent
-from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.replay import check_base
+from vllm_delta_snapshot.runs.materialize import materialize
+from vllm_delta_snapshot.runs.replay import check_base
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 
 __all__ = ["run"]
 

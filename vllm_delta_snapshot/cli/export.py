@@ -10,8 +10,8 @@ import typer
 
 from vllm_delta_snapshot.cli.output import human_bytes, print_json, progress_bar, reported
 from vllm_delta_snapshot.cli.targets import base_of_chain, base_of_run, find_foreign, open_run_at
-from vllm_delta_snapshot.neighbours.chain import FolderKind, ForeignChain
-from vllm_delta_snapshot.neighbours.export import ExportReport, export_chain, export_run
+from vllm_delta_snapshot.interop.chain import FolderKind, ForeignChain
+from vllm_delta_snapshot.interop.export import ExportReport, export_chain, export_run
 
 __all__ = ["run"]
 

@@ -12,14 +12,14 @@ import urllib.parse
 
 import typer
 
-from vllm_delta_snapshot.acks import check_sampler
 from vllm_delta_snapshot.cli.output import EXIT_USAGE, print_json, reported
 from vllm_delta_snapshot.cli.server import client_of
 from vllm_delta_snapshot.drive.follow import FollowConfig, Follower
 from vllm_delta_snapshot.drive.follow_http import serve, status_of
 from vllm_delta_snapshot.drive.follow_metrics import FollowMetrics
 from vllm_delta_snapshot.errors import CompatibilityError
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.acks import check_sampler
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 __all__ = ["run"]

@@ -22,9 +22,9 @@ from vllm_delta_snapshot.cli.output import (
 from vllm_delta_snapshot.cli.targets import split_folder
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
-from vllm_delta_snapshot.format.openrl import read_folder_metadata, read_openrl_delta
-from vllm_delta_snapshot.format.skyrl_manifest import delta_name
-from vllm_delta_snapshot.neighbours.chain import FolderKind, kind_of
+from vllm_delta_snapshot.interop.chain import FolderKind, kind_of
+from vllm_delta_snapshot.interop.openrl import read_folder_metadata, read_openrl_delta
+from vllm_delta_snapshot.interop.skyrl_manifest import delta_name
 
 __all__ = ["run"]
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from vllm_delta_snapshot.format.skyrl import SkyRLDelta, open_skyrl_delta
-from vllm_delta_snapshot.format.skyrl_manifest import read_manifest
-from vllm_delta_snapshot.neighbours.chain import FolderKind, list_skyrl_folders
+from vllm_delta_snapshot.interop.chain import FolderKind, list_skyrl_folders
+from vllm_delta_snapshot.interop.skyrl import SkyRLDelta, open_skyrl_delta
+from vllm_delta_snapshot.interop.skyrl_manifest import read_manifest
 
 __all__ = ["describe_skyrl", "describe_skyrl_sync_dir"]
 

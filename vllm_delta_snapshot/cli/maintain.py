@@ -9,11 +9,11 @@ from pathlib import Path
 
 import typer
 
-from vllm_delta_snapshot.anchor import write_anchor
 from vllm_delta_snapshot.cli.output import human_bytes, open_run, print_json, progress_bar, reported
 from vllm_delta_snapshot.cli.targets import base_or_anchor, open_run_at
-from vllm_delta_snapshot.compact import compact
-from vllm_delta_snapshot.retention import PrunePlan, RetentionPolicy, plan_pruning, prune
+from vllm_delta_snapshot.upkeep.anchor import write_anchor
+from vllm_delta_snapshot.upkeep.compact import compact
+from vllm_delta_snapshot.upkeep.retention import PrunePlan, RetentionPolicy, plan_pruning, prune
 
 __all__ = ["run_anchor", "run_compact", "run_prune"]
 

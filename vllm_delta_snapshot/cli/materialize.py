@@ -11,9 +11,9 @@ import typer
 
 from vllm_delta_snapshot.cli.output import print_json, progress_bar, reported
 from vllm_delta_snapshot.cli.targets import base_of_chain, base_or_anchor, find_foreign, open_run_at
-from vllm_delta_snapshot.materialize import materialize
-from vllm_delta_snapshot.neighbours.chain import ForeignChain
-from vllm_delta_snapshot.neighbours.materialize import materialize_chain
+from vllm_delta_snapshot.interop.chain import ForeignChain
+from vllm_delta_snapshot.interop.materialize import materialize_chain
+from vllm_delta_snapshot.runs.materialize import materialize
 
 __all__ = ["run"]
 

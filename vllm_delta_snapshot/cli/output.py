@@ -33,9 +33,9 @@ from vllm_delta_snapshot.errors import (
 )
 from vllm_delta_snapshot.format import layout
 from vllm_delta_snapshot.report.text import human_bytes, printable
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
-from vllm_delta_snapshot.traffic import moved_bytes
+from vllm_delta_snapshot.util.traffic import moved_bytes
 
 __all__ = [
     "EXIT_PROBLEM",

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import typer
 
 from vllm_delta_snapshot.cli.output import human_bytes, print_json, reported
-from vllm_delta_snapshot.planner import Plan, Setup, measured_coefficients, plan
+from vllm_delta_snapshot.cli.planner import Plan, Setup, measured_coefficients, plan
 
 __all__ = ["run"]
 

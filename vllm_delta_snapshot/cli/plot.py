@@ -13,7 +13,7 @@ from vllm_delta_snapshot.errors import CompatibilityError
 from vllm_delta_snapshot.report.history import RunHistory, read_history
 from vllm_delta_snapshot.report.text import printable
 from vllm_delta_snapshot.report.touched import TouchedWeights, count_touched
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 
 __all__ = ["run"]
 

@@ -20,7 +20,7 @@ from vllm_delta_snapshot.cli.output import (
 from vllm_delta_snapshot.cli.server import client_of
 from vllm_delta_snapshot.drive.client import PauseMode
 from vllm_delta_snapshot.drive.fleet import DeltaSync, FleetReport, ServerReport
-from vllm_delta_snapshot.stage.area import stagers_of
+from vllm_delta_snapshot.host.area import stagers_of
 
 __all__ = ["run"]
 

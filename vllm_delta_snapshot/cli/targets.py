@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_delta_snapshot.base_folder import is_folder
 from vllm_delta_snapshot.checkpoint import Checkpoint
+from vllm_delta_snapshot.checkpoint.base_folder import is_folder
+from vllm_delta_snapshot.checkpoint.hub_cache import HubId
 from vllm_delta_snapshot.cli.output import EXIT_USAGE, open_run, reported, split_target
 from vllm_delta_snapshot.errors import CompatibilityError, ObjectNotFound
-from vllm_delta_snapshot.hub_cache import HubId
-from vllm_delta_snapshot.neighbours.chain import FolderKind, ForeignChain, find_chain, kind_of
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.interop.chain import FolderKind, ForeignChain, find_chain, kind_of
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 from vllm_delta_snapshot.store.posix import PosixStore
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import typer
 
+from vllm_delta_snapshot.audit.verify_deep import verify_deep
+from vllm_delta_snapshot.audit.verify_run import RunVerification, verify_run
 from vllm_delta_snapshot.cli import verify_foreign
 from vllm_delta_snapshot.cli.output import (
     EXIT_PROBLEM,
@@ -23,8 +25,6 @@ from vllm_delta_snapshot.cli.output import (
 from vllm_delta_snapshot.cli.server import client_of
 from vllm_delta_snapshot.cli.targets import base_or_anchor, find_foreign
 from vllm_delta_snapshot.drive.sync import verify_server
-from vllm_delta_snapshot.verify_deep import verify_deep
-from vllm_delta_snapshot.verify_run import RunVerification, verify_run
 
 __all__ = ["run"]
 

@@ -9,8 +9,8 @@ import typer
 
 from vllm_delta_snapshot.cli.output import EXIT_PROBLEM, human_bytes, print_json, progress_bar, reported
 from vllm_delta_snapshot.cli.targets import base_of_chain
-from vllm_delta_snapshot.neighbours.chain import ForeignChain
-from vllm_delta_snapshot.neighbours.verify import ForeignVerification, verify_chain
+from vllm_delta_snapshot.interop.chain import ForeignChain
+from vllm_delta_snapshot.interop.verify import ForeignVerification, verify_chain
 
 __all__ = ["run"]
 

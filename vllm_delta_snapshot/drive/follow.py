@@ -17,8 +17,6 @@ from typing import Any, Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_delta_snapshot.acks import Acknowledger
-from vllm_delta_snapshot.chain import plan_steps
 from vllm_delta_snapshot.drive.client import PauseMode, ServerClient, ServerError
 from vllm_delta_snapshot.drive.labels import weight_label
 from vllm_delta_snapshot.drive.sync import RunningRequests, UpdateReport, sync_server
@@ -30,7 +28,9 @@ from vllm_delta_snapshot.errors import (
     NotStaged,
     StoreError,
 )
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.acks import Acknowledger
+from vllm_delta_snapshot.runs.chain import plan_steps
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 
 __all__ = ["FollowConfig", "FollowState", "Follower", "Observer", "Stage"]
 

@@ -13,8 +13,8 @@ from vllm_delta_snapshot._version import __version__
 from vllm_delta_snapshot.drive.follow import Follower, Stage
 from vllm_delta_snapshot.drive.sync import UpdateReport
 from vllm_delta_snapshot.errors import CompatibilityError, DeltaSnapshotError
-from vllm_delta_snapshot.stage.area import StagerState, stagers_of
-from vllm_delta_snapshot.traffic import CountedFamily, retries
+from vllm_delta_snapshot.host.area import StagerState, stagers_of
+from vllm_delta_snapshot.util.traffic import CountedFamily, retries
 
 __all__ = ["FollowMetrics"]
 

@@ -18,22 +18,22 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from vllm_delta_snapshot.engine.agree import agree
 from vllm_delta_snapshot.engine.compat import check_vllm, checkpoint_folder
-from vllm_delta_snapshot.engine.compiled import refuse_moved_weights
-from vllm_delta_snapshot.engine.fitness import Fitness, check_fitness
 from vllm_delta_snapshot.engine.following import NO_LINEAGE, Following
-from vllm_delta_snapshot.engine.full_check import check_all
 from vllm_delta_snapshot.engine.identity import check_identity, check_serves
 from vllm_delta_snapshot.engine.known import known_state
-from vllm_delta_snapshot.engine.load_plan import LoadPlan, fingerprint_of
 from vllm_delta_snapshot.engine.log import logger
 from vllm_delta_snapshot.engine.messages import DeltaSnapshotInitInfo, DeltaSnapshotUpdateInfo
-from vllm_delta_snapshot.engine.reload import BitsOf
-from vllm_delta_snapshot.engine.repair import repair
-from vllm_delta_snapshot.engine.transaction import PreparedUpdate, prepare
-from vllm_delta_snapshot.engine.updates import Update, Weights, find_staged, find_update
+from vllm_delta_snapshot.engine.plan.compiled import refuse_moved_weights
+from vllm_delta_snapshot.engine.plan.load_plan import LoadPlan, fingerprint_of
 from vllm_delta_snapshot.engine.ways import Way, summary_of
+from vllm_delta_snapshot.engine.write.fitness import Fitness, check_fitness
+from vllm_delta_snapshot.engine.write.full_check import check_all
+from vllm_delta_snapshot.engine.write.reload import BitsOf
+from vllm_delta_snapshot.engine.write.repair import repair
+from vllm_delta_snapshot.engine.write.transaction import PreparedUpdate, prepare
+from vllm_delta_snapshot.engine.write.updates import Update, Weights, find_staged, find_update
 from vllm_delta_snapshot.errors import NotInitialized, WeightsUncertain
-from vllm_delta_snapshot.stage.handoff import Handoff
+from vllm_delta_snapshot.host.handoff import Handoff
 
 __all__ = ["DeltaSnapshotWeightTransferEngine"]
 

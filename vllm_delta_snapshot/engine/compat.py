@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_delta_snapshot.base_folder import find_base
+from vllm_delta_snapshot.checkpoint.base_folder import find_base
 from vllm_delta_snapshot.engine.log import logger
 from vllm_delta_snapshot.errors import CompatibilityError, ObjectNotFound
 

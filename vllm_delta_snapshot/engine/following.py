@@ -8,16 +8,16 @@ from typing import Any, Final
 
 import torch
 
-from vllm_delta_snapshot.engine.fitness import Fitness
 from vllm_delta_snapshot.engine.identity import served
 from vllm_delta_snapshot.engine.log import logger
 from vllm_delta_snapshot.engine.messages import DeltaSnapshotInitInfo, DeltaSnapshotUpdateInfo
 from vllm_delta_snapshot.engine.switch import Switch
-from vllm_delta_snapshot.engine.updates import Weights
 from vllm_delta_snapshot.engine.ways import Way
+from vllm_delta_snapshot.engine.write.fitness import Fitness
+from vllm_delta_snapshot.engine.write.updates import Weights
 from vllm_delta_snapshot.errors import NotStaged, RunMismatch
-from vllm_delta_snapshot.stage.area import StagerConfig, default_stage_root
-from vllm_delta_snapshot.stage.handoff import Handoff
+from vllm_delta_snapshot.host.area import StagerConfig, default_stage_root
+from vllm_delta_snapshot.host.handoff import Handoff
 
 __all__ = ["NO_LINEAGE", "Following"]
 

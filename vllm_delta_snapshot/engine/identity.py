@@ -8,7 +8,7 @@ success. Numbers alone say nothing: two runs of one base both have a version 3.
 from __future__ import annotations
 
 from vllm_delta_snapshot.engine.messages import DeltaSnapshotUpdateInfo
-from vllm_delta_snapshot.engine.updates import Weights
+from vllm_delta_snapshot.engine.write.updates import Weights
 from vllm_delta_snapshot.errors import CompatibilityError, OutOfOrder, RunMismatch
 
 __all__ = ["check_identity", "check_serves", "served"]

@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from vllm_delta_snapshot.engine.agree import agree
-from vllm_delta_snapshot.engine.reload import BitsOf
-from vllm_delta_snapshot.engine.updates import Weights
+from vllm_delta_snapshot.engine.write.reload import BitsOf
+from vllm_delta_snapshot.engine.write.updates import Weights
 from vllm_delta_snapshot.errors import RunMismatch
-from vllm_delta_snapshot.stage.handoff import Handoff
+from vllm_delta_snapshot.host.handoff import Handoff
 
 __all__ = ["known_state"]
 

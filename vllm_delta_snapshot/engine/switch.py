@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from vllm_delta_snapshot.engine.agree import agree, gather_from_workers
-from vllm_delta_snapshot.engine.fitness import Fitness
 from vllm_delta_snapshot.engine.messages import DeltaSnapshotUpdateInfo
-from vllm_delta_snapshot.engine.transaction import PreparedUpdate, prepare
-from vllm_delta_snapshot.engine.updates import Update, Weights, staged_update
 from vllm_delta_snapshot.engine.ways import Way
+from vllm_delta_snapshot.engine.write.fitness import Fitness
+from vllm_delta_snapshot.engine.write.transaction import PreparedUpdate, prepare
+from vllm_delta_snapshot.engine.write.updates import Update, Weights, staged_update
 from vllm_delta_snapshot.errors import BaseMismatch, RunMismatch, WeightsUncertain
-from vllm_delta_snapshot.stage.handoff import Handoff, StagedUpdate
+from vllm_delta_snapshot.host.handoff import Handoff, StagedUpdate
 
 __all__ = ["Switch"]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_delta_snapshot.engine.compat import checkpoint_folder
-from vllm_delta_snapshot.engine.fitness import check_fitness
 from vllm_delta_snapshot.engine.ways import Choice
+from vllm_delta_snapshot.engine.write.fitness import check_fitness
 
 __all__ = ["apply_table", "vllm_version"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from vllm_delta_snapshot.errors import TensorRefused
-from vllm_delta_snapshot.patterns import patterns_of
+from vllm_delta_snapshot.util.patterns import patterns_of
 
 __all__ = ["Choice", "TensorWay", "Way", "refuse_tensors", "summary_of", "table_of"]
 

@@ -25,8 +25,8 @@ from vllm_delta_snapshot.format.encodings import encoding_of
 from vllm_delta_snapshot.format.encodings.base import Part, Parts, Stated
 from vllm_delta_snapshot.format.metadata import LAYER_NAMES_KEY
 from vllm_delta_snapshot.format.safetensors_io import MappedFile, NamedBits, file_chunks, file_size
-from vllm_delta_snapshot.ordered import ordered_map
 from vllm_delta_snapshot.types import Change, TensorSpec
+from vllm_delta_snapshot.util.ordered import ordered_map
 
 __all__ = ["DEFAULT_MAX_FILE_BYTES", "PlannedFile", "StoredChange", "decode_file", "iter_file", "plan_file"]
 

@@ -16,16 +16,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_delta_snapshot.acks import Acknowledgement, read_acknowledgements
-from vllm_delta_snapshot.chain import Shortcuts
+from vllm_delta_snapshot.audit.verify_run import RunProblem, check_link
 from vllm_delta_snapshot.errors import DeltaSnapshotError, StoreUnavailable
 from vllm_delta_snapshot.format.anchor import AnchorRecord
 from vllm_delta_snapshot.format.metadata import DeltaMetadata
 from vllm_delta_snapshot.format.version import MergedRecord, VersionRecord
-from vllm_delta_snapshot.ordered import ordered_map, thread_pool
 from vllm_delta_snapshot.report.layers import Layer, layer_of, layers_of
-from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.verify_run import RunProblem, check_link
+from vllm_delta_snapshot.runs.acks import Acknowledgement, read_acknowledgements
+from vllm_delta_snapshot.runs.chain import Shortcuts
+from vllm_delta_snapshot.runs.run_folder import RunFolder
+from vllm_delta_snapshot.util.ordered import ordered_map, thread_pool
 
 __all__ = ["RunHistory", "VersionFacts", "read_history"]
 

@@ -15,8 +15,8 @@ from typing import Final
 import numpy as np
 
 from vllm_delta_snapshot.report.history import RunHistory, VersionFacts
-from vllm_delta_snapshot.run_folder import RunFolder
-from vllm_delta_snapshot.stage.replay import opened_version
+from vllm_delta_snapshot.runs.replay import opened_version
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.types import Positions
 
 __all__ = ["TouchedWeights", "count_touched"]

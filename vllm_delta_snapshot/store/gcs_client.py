@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_delta_snapshot.errors import CompatibilityError, StoreError, StoreUnavailable
 from vllm_delta_snapshot.store.config import StoreConfig
-from vllm_delta_snapshot.traffic import count_retry
+from vllm_delta_snapshot.util.traffic import count_retry
 
 if TYPE_CHECKING:
     from vllm_delta_snapshot.store.gcs_answers import Operation

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from vllm_delta_snapshot.ordered import ordered_map
+from vllm_delta_snapshot.util.ordered import ordered_map
 
 __all__ = ["FOLDER", "Composer"]
 

@@ -22,11 +22,11 @@ from vllm_delta_snapshot.errors import (
     StoreError,
     StoreUnavailable,
 )
-from vllm_delta_snapshot.regular_file import opened, read_bounded
 from vllm_delta_snapshot.store.keys import check_key
 from vllm_delta_snapshot.store.posix_answers import ABSENT, Operation, error_of
 from vllm_delta_snapshot.store.probe import probe_exclusive_create
 from vllm_delta_snapshot.store.retry import again
+from vllm_delta_snapshot.util.regular_file import opened, read_bounded
 
 __all__ = ["PosixStore"]
 

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Final, TypeVar
 
 from vllm_delta_snapshot.errors import StoreUnavailable
-from vllm_delta_snapshot.traffic import count_retry
+from vllm_delta_snapshot.util.traffic import count_retry
 
 __all__ = ["again"]
 

@@ -19,7 +19,6 @@ from itertools import chain
 from typing import Any, Final
 
 from vllm_delta_snapshot.errors import ObjectExists, ObjectNotFound, StoreUnavailable
-from vllm_delta_snapshot.ordered import ordered_map
 from vllm_delta_snapshot.store.bucket import BucketStore, PastTheEnd
 from vllm_delta_snapshot.store.config import StoreConfig
 from vllm_delta_snapshot.store.keys import Prefix
@@ -27,6 +26,7 @@ from vllm_delta_snapshot.store.parts import parts_of
 from vllm_delta_snapshot.store.probe import probe_exclusive_create
 from vllm_delta_snapshot.store.s3_client import make_client, reported
 from vllm_delta_snapshot.store.secrets import presentable
+from vllm_delta_snapshot.util.ordered import ordered_map
 
 __all__ = ["S3Store"]
 

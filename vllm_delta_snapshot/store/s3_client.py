@@ -13,7 +13,7 @@ from typing import Any, Final
 from vllm_delta_snapshot.errors import CompatibilityError, StoreError, StoreUnavailable
 from vllm_delta_snapshot.store.config import StoreConfig
 from vllm_delta_snapshot.store.s3_answers import CONFLICTS, check_success, error_of_answer
-from vllm_delta_snapshot.traffic import count_retry
+from vllm_delta_snapshot.util.traffic import count_retry
 
 __all__ = ["make_client", "reported"]
 

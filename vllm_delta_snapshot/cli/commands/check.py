@@ -113,6 +113,6 @@ def plan(
     With coefficients that `make bench-link` measured on a small CPU machine.
     """
     from vllm_delta_snapshot.cli import plan as verb
-    from vllm_delta_snapshot.planner import Setup
+    from vllm_delta_snapshot.cli.planner import Setup
 
     verb.run(Setup(params, density, gbps, engines, store_gbps, ranks, workers), as_json=as_json)

@@ -125,7 +125,7 @@ def prune(
 ) -> None:
     """Delete what no anchor, no living sampler and no policy needs. Shows what would go, unless --yes is given."""
     from vllm_delta_snapshot.cli import maintain as verb
-    from vllm_delta_snapshot.retention import RetentionPolicy
+    from vllm_delta_snapshot.upkeep.retention import RetentionPolicy
 
     policy = RetentionPolicy(keep_versions, keep_anchors, keep_anchor_every, ack_max_age, tuple(drop_anchor or ()))
     verb.run_prune(sync_dir, policy, is_real=yes, as_json=as_json)

@@ -13,7 +13,7 @@ from vllm_delta_snapshot.drive.labels import run_and_version, served_instead
 from vllm_delta_snapshot.errors import DeltaSnapshotError, NotInitialized
 from vllm_delta_snapshot.plugin import BACKEND
 from vllm_delta_snapshot.requests import asked_for
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import open_store
 
 __all__ = ["server_checks"]

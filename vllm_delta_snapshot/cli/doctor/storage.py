@@ -13,7 +13,7 @@ from typing import Final
 from vllm_delta_snapshot.cli.doctor.check import Check, failed
 from vllm_delta_snapshot.cli.output import human_bytes
 from vllm_delta_snapshot.errors import DeltaSnapshotError, ObjectNotFound, StoreUnavailable
-from vllm_delta_snapshot.run_folder import RunFolder
+from vllm_delta_snapshot.runs.run_folder import RunFolder
 from vllm_delta_snapshot.store import Store, StoreConfig, TellsTime, open_store
 from vllm_delta_snapshot.store.base import HasSetUp
 from vllm_delta_snapshot.store.credentials import credentials_of
@@ -34,7 +34,7 @@ def stage_check(version_bytes: int = 0) -> Check:
     Args:
         version_bytes: payload of a version of the run; 0 if that is not known.
     """
-    from vllm_delta_snapshot.stage.area import default_stage_root
+    from vllm_delta_snapshot.host.area import default_stage_root
 
     root = default_stage_root()
     try:
