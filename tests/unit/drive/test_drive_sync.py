@@ -93,3 +93,6 @@ def test_label_that_another_driver_set_meanwhile_is_set_to_what_the_engine_serve
     with pytest.raises(ServerError, match="serves run-2@9"):
         sync_server(ServerClient(server.url), 7, run_id="r")
     assert server.label == "run-2@9"
+    paths = server.paths()
+    assert paths.index("/update_weight_version") < paths.index("/resume")  # no token is generated under a wrong label
+    assert "/reset_prefix_cache?reset_running_requests=false" in paths[paths.index("/update_weight_version") :]

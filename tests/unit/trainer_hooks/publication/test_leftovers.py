@@ -125,6 +125,17 @@ def test_folder_that_a_record_names_is_never_among_the_superseded(tmp_path: Path
     assert sorted([*named, other]) == deltas(sync)
 
 
+def test_folders_of_a_version_stay_where_the_one_that_its_record_names_is_not_there(tmp_path: Path, base: Path) -> None:
+    sync, trainer = tmp_path / "sync", TinyTrainer()
+    publisher = publisher_of(trainer, sync, base)
+    trainer.step(1)
+    publisher.publish()
+    [named] = deltas(sync)
+    left_by_a_crash(sync, 1)
+    (sync / "deltas" / named).rename(sync / "deltas" / "00000001-89abcdef")  # perhaps one of them is it
+    assert superseded_folders(RunFolder(PosixStore(sync))) == []
+
+
 def test_store_that_lets_nobody_delete_is_asked_once_and_holds_nothing_up(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
