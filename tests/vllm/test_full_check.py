@@ -11,7 +11,7 @@ import torch
 from tests.support.engines import Engine, engine
 from tests.support.tiny_models import make_model, train_step
 from trainer_hooks import DeltaPublisher
-from vllm_delta_snapshot.drive import sync_llm, verify_llm
+from vllm_delta_snapshot.drive import repair_llm, sync_llm, verify_llm
 from vllm_delta_snapshot.errors import OutOfOrder, VerifyError
 
 
@@ -77,6 +77,33 @@ def test_weights_in_another_type_are_converted_as_the_loader_does(tmp_path: Path
             sync_llm(live.llm, 1, stage_timeout_s=60, run_id=publisher.run_id)
             verify_llm(live.llm)
             checksums, tokens = live.checksums(), live.tokens()
+            _finds_one_changed_value(live)
         with engine(tmp_path / "one", dtype=dtype) as fresh:
             assert fresh.checksums() == checksums
             assert fresh.tokens() == tokens
+
+
+def _finds_one_changed_value(live: Engine) -> None:
+    weight = live.model.get_parameter("model.norm.weight").data
+    before = weight[7].item()
+    weight[7] = 3.25
+    with pytest.raises(VerifyError, match=r"live weights are not those of version 1: 1 of"):
+        verify_llm(live.llm)
+    weight[7] = before
+    verify_llm(live.llm)
+
+
+def test_what_cannot_be_compared_is_no_success_and_a_repair_makes_it_comparable(tmp_path: Path) -> None:
+    base, run = tmp_path / "base", tmp_path / "run"
+    model = make_model("qwen3", base)
+    publisher = DeltaPublisher(model, sync_dir=str(run), base=base, encoding="raw", asynchronous=False)
+    train_step(model, 1)
+    publisher.publish()
+    with engine(base, dtype="float16") as live:
+        live.init(sync_dir=str(run))
+        sync_llm(live.llm, 1, stage_timeout_s=60, run_id=publisher.run_id)
+        with pytest.raises(VerifyError, match=r"cannot be compared with version 1.*repair --server"):
+            verify_llm(live.llm)
+        repair_llm(live.llm)
+        verify_llm(live.llm)
+        _finds_one_changed_value(live)

@@ -286,17 +286,12 @@ class DeltaSnapshotWeightTransferEngine(WeightTransferEngine[DeltaSnapshotInitIn
         """Compare all live weights with a version."""
         started = time.monotonic()
         version = self._own_version() if update_info.version is None else update_info.version
-        with self._known(version, update_info, needs_mirror=bool(self._fitness.reload.modules)) as (expected, bits):
-            unknown = check_all(
-                self.model, self._fitness, expected, version=version, bits=bits, config=self.vllm_config
-            )
-        logger.info(
-            "verified version=%d tensors=%d not_comparable=%d seconds=%.3f",
-            version,
-            len(expected),
-            unknown,
-            time.monotonic() - started,
-        )
+        fitness = self._fitness
+        is_mirrored = self._handoff is not None and self._handoff.has_mirror
+        needs_mirror = bool(fitness.reload.modules) or (is_mirrored and fitness.plan.loses_bits(fitness.specs))
+        with self._known(version, update_info, needs_mirror=needs_mirror) as (expected, bits):
+            check_all(self.model, self._fitness, expected, version=version, bits=bits, config=self.vllm_config)
+        logger.info("verified version=%d tensors=%d seconds=%.3f", version, len(expected), time.monotonic() - started)
 
     def _repair(self, update_info: DeltaSnapshotUpdateInfo) -> None:
         """Write over weights that are not those of this engine's version; or only see that it can be done."""

@@ -140,6 +140,11 @@ class Handoff:
         """Return the run that is followed."""
         return RunInfo.from_json(self._area.run.read_bytes(), file=str(self._area.run))
 
+    @property
+    def has_mirror(self) -> bool:
+        """Whether the host has a mirror, or is making one."""
+        return self._area.read_mirror_target() is not None
+
     def set_version(self, version: int) -> None:
         """Tell the stager that this worker now has `version`."""
         self._version = version

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
+
 from vllm_delta_snapshot.engine.agree import agree, gather_from_workers
 from vllm_delta_snapshot.engine.bits import bits_of
 from vllm_delta_snapshot.engine.plan.live_blocks import live_blocks
@@ -20,7 +22,7 @@ from vllm_delta_snapshot.engine.plan.load_plan import LoadPlan
 from vllm_delta_snapshot.engine.plan.moving import refuse_moving
 from vllm_delta_snapshot.engine.threads import run_each
 from vllm_delta_snapshot.engine.write.fitness import Fitness
-from vllm_delta_snapshot.engine.write.lanes import RunDigest, in_checkpoint_type
+from vllm_delta_snapshot.engine.write.lanes import RunDigest, in_checkpoint_type, in_live_type
 from vllm_delta_snapshot.engine.write.reload import BitsOf, prove_reload
 from vllm_delta_snapshot.engine.write.verify import sum_over_workers
 from vllm_delta_snapshot.errors import BaseMismatch, VerifyError
@@ -39,7 +41,8 @@ class Wrong:
 
     Attributes:
         tensors: why, by checkpoint name; the same on every worker.
-        unknown: tensors that cannot be compared, because the engine keeps them in a type that loses bits.
+        unknown: tensors that cannot be compared, because the engine keeps them in a type that loses bits, and the
+            content that they were made from is not at hand.
         layers: why, by layer that is reloaded, or that computes tensors from weights; this worker's.
         elsewhere: the same of all workers, as text.
     """
@@ -57,7 +60,7 @@ class Wrong:
 
 def check_all(
     model: Any, fitness: Fitness, expected: Mapping[str, str], *, version: int, bits: BitsOf | None, config: Any
-) -> int:
+) -> None:
     """Compare all live weights with a version, and refuse what differs: see `find_wrong`.
 
     Args:
@@ -65,14 +68,11 @@ def check_all(
         fitness: where its weights are.
         expected: by checkpoint name, the digest of the whole tensor at the version.
         version: for the message.
-        bits: the checkpoint at that version, for layers that are reloaded.
+        bits: the checkpoint at that version, for layers that are reloaded and for types that lose bits.
         config: vLLM's configuration of the engine.
 
-    Returns:
-        How many tensors cannot be compared.
-
     Raises:
-        VerifyError: weights differ; names the tensors and layers.
+        VerifyError: weights differ, or some cannot be compared; names the tensors and layers.
         DeltaSnapshotError: another worker could not look.
     """
     wrong = find_wrong(model, fitness, expected, bits=bits, config=config)
@@ -83,7 +83,14 @@ def check_all(
             tensor="; ".join(reasons[:_SHOWN]) + more,
             hint="Write them anew: delta-snapshot repair --server URL",
         )
-    return len(wrong.unknown)
+    if wrong.unknown:
+        raise VerifyError(
+            f"{len(wrong.unknown)} of {len(fitness.choices)} tensors cannot be compared with version {version}: this "
+            "engine keeps them in a type that loses bits of the checkpoint's",
+            tensor=", ".join(wrong.unknown[:_SHOWN]),
+            hint="Write them anew: delta-snapshot repair --server URL. From then on the host has what they are made "
+            "from, and they are compared with that.",
+        )
 
 
 def find_wrong(model: Any, fitness: Fitness, expected: Mapping[str, str], *, bits: BitsOf | None, config: Any) -> Wrong:
@@ -121,12 +128,40 @@ def find_wrong(model: Any, fitness: Fitness, expected: Mapping[str, str], *, bit
             unknown.append(name)
         elif format_digest(total) != expected[name]:
             tensors[name] = f"digest {expected[name]} expected, {format_digest(total)} found"
+    if unknown and all(gather_from_workers(bits is not None)):
+        tensors |= _differing_from(fitness, unknown, bits)
+        unknown = []
     elsewhere = [
         f"{layer} on worker {rank}: {reason}"
         for rank, of_worker in enumerate(gather_from_workers(dict(layers)))
         for layer, reason in of_worker.items()
     ]
     return Wrong(tensors, unknown, layers, elsewhere)
+
+
+def _differing_from(fitness: Fitness, names: Sequence[str], bits: BitsOf | None) -> dict[str, str]:
+    """Compare tensors with their content, converted as when it was written. Collective: what all workers find."""
+    failure: BaseException | None = None
+    wrong: dict[str, str] = {}
+    try:
+        assert bits is not None  # noqa: S101 - the caller has asked all workers
+        for name in names:
+            content, spec = bits(name), fitness.specs[name]
+            for piece in fitness.plan.places.pieces.get(name, ()):
+                storage = fitness.plan.storages[piece.storage]
+                for block in live_blocks(piece, storage.flat):
+                    live = block.read()
+                    if not torch.equal(
+                        live, in_live_type(content[block.positions], spec.dtype, storage.dtype, live.device)
+                    ):
+                        wrong[name] = f"not what its content makes in {storage.dtype}"
+    except BaseException as error:  # noqa: BLE001 - the other workers must not wait for this one
+        failure = error
+    agree(failure)
+    found: dict[str, str] = {}
+    for of_worker in gather_from_workers(wrong):
+        found |= of_worker
+    return found
 
 
 def digest_live(
