@@ -86,6 +86,14 @@ def _index(data: bytes) -> None:
         Checkpoint(folder)
 
 
+def _as_index() -> bytes:
+    """Return an index of the one file that `_index` puts beside it."""
+    file = _all("base/*.safetensors")[0]
+    header = json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])
+    names = [name for name in header if name != "__metadata__"]
+    return json.dumps({"metadata": {"total_size": 0}, "weight_map": dict.fromkeys(names, "x.safetensors")}).encode()
+
+
 def _payload(delta: Path) -> Reader:
     """Read a payload file against its metadata: the container, and the decoders of its encodings."""
     metadata = read_folder_metadata(delta)
@@ -195,7 +203,7 @@ READERS: dict[str, Reader] = {
     "metadata.json": Reader(lambda data: parse_metadata(data, file="x"), _all("*/deltas/*/metadata.json")),
     "acknowledgement": Reader(lambda data: Acknowledgement.from_json(data, file="x"), (_ACK,)),
     "safetensors file": Reader(_container, _all("base/*.safetensors") + _all("run/deltas/0000000[12]*/*.safetensors")),
-    "safetensors index": Reader(_index, (b'{"weight_map": {}}', b'{"weight_map": {"a": "x.safetensors"}}')),
+    "safetensors index": Reader(_index, (_as_index(),)),
     "OpenRL metadata": Reader(_openrl_metadata, (_as_openrl(),)),
     "OpenRL payload": Reader(_openrl_payload, _all("run/deltas/00000001*/delta.safetensors")),
     "SkyRL manifest": Reader(_skyrl_manifest, _all("skyrl/delta-00000001/manifest.json")),

@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
 from vllm_delta_snapshot.errors import (
     BrokenChain,
+    FormatError,
     ObjectExists,
     ObjectNotFound,
     RunMismatch,
@@ -70,12 +71,14 @@ def write_publication(
         The record to commit.
 
     Raises:
+        VersionConflict: not everything was written, and meanwhile another trainer has committed this version, which may
+            have removed what was.
         StoreError, StoreUnavailable: not everything was written; publish again.
         Exception: what `digested` raises.
     """
     publication_id = uuid.uuid4().hex
     folder = layout.delta_folder(lineage.version, publication_id)
-    with removed_if_failed(store, folder):
+    with _told_who_was_first(store, lineage), removed_if_failed(store, folder):
         written = write_delta_folder(
             store,
             folder,
@@ -88,6 +91,32 @@ def write_publication(
             max_file_bytes=max_file_bytes,
         )
     return record_of(lineage, publication_id, folder, written.metadata, written.data)
+
+
+@contextlib.contextmanager
+def _told_who_was_first(store: Store, lineage: Lineage) -> Iterator[None]:
+    """Have a failure to write say that the version is another trainer's by now, if it is."""
+    try:
+        yield
+    except StoreError as error:
+        key = layout.version_key(lineage.version)
+        try:
+            existing = VersionRecord.from_json(store.read(key, max_bytes=MAX_VERSION_BYTES), file=f"{store.uri}/{key}")
+        except (StoreError, FormatError):
+            existing = None
+        if existing is None or existing.run_id != lineage.run_id:
+            raise
+        raise _taken(existing, f"{store.uri}/{key}", expected="this trainer's next version") from error
+
+
+def _taken(existing: VersionRecord, where: str, *, expected: str) -> VersionConflict:
+    return VersionConflict(
+        f"version {existing.version} was committed by another trainer",
+        file=where,
+        expected=expected,
+        found=f"publication {existing.publication_id} of {existing.created_at}",
+        hint="Stop one of the two trainers. A trainer that restarts now continues after the newest version.",
+    )
 
 
 def record_of(
@@ -161,13 +190,7 @@ def is_committed(own: OwnRun, record: VersionRecord) -> bool:
         return False
     existing = VersionRecord.from_json(data, file=f"{own.store.uri}/{key}")
     if existing.publication_id != record.publication_id:
-        raise VersionConflict(
-            f"version {record.version} was committed by another trainer",
-            file=f"{own.store.uri}/{key}",
-            expected=f"publication {record.publication_id}",
-            found=f"publication {existing.publication_id} of {existing.created_at}",
-            hint="Stop one of the two trainers. A trainer that restarts now continues after the newest version.",
-        )
+        raise _taken(existing, f"{own.store.uri}/{key}", expected=f"publication {record.publication_id}")
     own.last = (key, data)
     return True
 

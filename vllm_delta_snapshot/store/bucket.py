@@ -117,6 +117,21 @@ class BucketStore(ABC):
         except StoreUnavailable as error:
             raise _Broken(error) from error
 
+    @staticmethod
+    @contextlib.contextmanager
+    def _asked(stray: str) -> Iterator[None]:
+        """Surround what asks for a body, inside of `_patiently`: what is no answer of the store's is asked for again.
+
+        Args:
+            stray: what errors say of such an answer; the vendors' libraries try the others again themselves.
+        """
+        try:
+            yield
+        except StoreUnavailable as error:
+            if error.what == stray:
+                raise _Broken(error) from error
+            raise
+
     def _confirm_lost(self, key: str, num_bytes: int, error: StoreError) -> None:
         """Tell a lost answer to an upload from one that failed: after the first, the object is there and whole."""
         try:

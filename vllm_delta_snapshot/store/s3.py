@@ -24,6 +24,7 @@ from vllm_delta_snapshot.store.config import StoreConfig
 from vllm_delta_snapshot.store.keys import Prefix
 from vllm_delta_snapshot.store.parts import parts_of
 from vllm_delta_snapshot.store.probe import probe_exclusive_create
+from vllm_delta_snapshot.store.s3_answers import NOT_S3
 from vllm_delta_snapshot.store.s3_client import make_client, reported
 from vllm_delta_snapshot.store.secrets import presentable
 from vllm_delta_snapshot.util.ordered import ordered_map
@@ -88,7 +89,7 @@ class S3Store(BucketStore):
         name = self._prefix.of(key)
 
         def once() -> bytes:
-            with self._reported(key):
+            with self._asked(NOT_S3), self._reported(key):
                 answer = self._client.get_object(Bucket=self._bucket, Key=name)
             with contextlib.closing(answer["Body"]) as body, self._answering(), self._reported(key):
                 size = self._length_of(key, answer)
@@ -113,7 +114,7 @@ class S3Store(BucketStore):
         wanted = f"bytes={offset}-{offset + len(into) - 1}"
 
         def once() -> int:
-            with self._reported(key):
+            with self._asked(NOT_S3), self._reported(key):
                 answer = self._client.get_object(Bucket=self._bucket, Key=name, Range=wanted)
             with contextlib.closing(answer["Body"]) as body, self._answering(), self._reported(key):
                 return self._read_into(key, answer, body, offset, into)

@@ -20,7 +20,9 @@ from vllm_delta_snapshot.errors import (
 )
 from vllm_delta_snapshot.store.bucket import PastTheEnd
 
-__all__ = ["CONFLICTS", "check_success", "error_of_answer"]
+__all__ = ["CONFLICTS", "NOT_S3", "check_success", "error_of_answer"]
+
+NOT_S3: Final = "what answered is not S3"
 
 CONFLICTS: Final = frozenset({"ConditionalRequestConflict", "OperationAborted"})
 """Another request for the same name was under way: S3 asks to be asked again."""
@@ -68,7 +70,7 @@ def check_success(http_response: Any, parsed: dict[str, Any], model: Any, **_: A
 
 def _stray(found: str, where: str | None = None) -> StoreUnavailable:
     hint = "Look at proxies (HTTPS_PROXY) and the endpoint: does curl get the same?"
-    return StoreUnavailable("what answered is not S3", file=where, found=found, hint=hint)
+    return StoreUnavailable(NOT_S3, file=where, found=found, hint=hint)
 
 
 def _not_from_s3(headers: Any, parsed: dict[str, Any], operation: str) -> str | None:

@@ -104,10 +104,10 @@ def test_sync_names_the_server_that_failed_and_exits_with_1(run: TinyRun, server
 def test_sync_goes_to_the_version_that_is_asked_for_in_the_way_that_is_asked_for(run: TinyRun, server: EngineStub):
     options = ("--version", 1, "--pause-mode", "abort", "--allow-rollback", "--timeout", 5)
     call("sync", run.sync_dir, *at(server), *options).assert_ok()
-    assert server.updates() == [("prepare", 1), ("apply", 1), ("confirm", 1)]
+    assert server.updates() == [("prepare", 1), ("apply", 1), ("confirm", 1), ("confirm", 1)]
     assert "/pause?mode=abort" in server.paths()
     infos = [body["update_info"] for _, path, body in server.asked if path == "/update_weights"]
-    assert [info.get("allow_rollback") for info in infos] == [True, True, None]
+    assert [info.get("allow_rollback") for info in infos] == [True, True, None, None]
     digest = RunFolder(open_store(str(run.sync_dir))).state_digest(1)
     assert all((info["run"], info["digest"]) == (run.publisher.run_id, digest) for info in infos)
 
@@ -156,7 +156,7 @@ def test_repair_has_the_documented_fields_and_says_it_is_done(server: EngineStub
     server.label = "run-1@7"
     outcome = call("repair", *at(server), *form)
     outcome.assert_ok()
-    assert [action for action, _ in server.updates()] == ["prepare_repair", "repair"]
+    assert [action for action, _ in server.updates()] == ["prepare_repair", "repair", "confirm"]
     if not form:
         assert outcome.stdout.startswith(
             f"ok: all live weights of {server.url} are those of its version (label run-1@7), "

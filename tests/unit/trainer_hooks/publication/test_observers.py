@@ -89,8 +89,8 @@ def test_observers_are_told_of_what_happens_and_one_that_fails_stops_nobody(
 def test_failure_behind_the_step_is_told_once(run: TinyRun, monkeypatch: pytest.MonkeyPatch):
     recorder = Recorder()
     publisher = observed(run, recorder)
-    faulty = FaultyStore(publisher._store, 0)
-    monkeypatch.setattr(publisher, "_store", faulty)
+    faulty = FaultyStore(publisher._own.store, 0)
+    monkeypatch.setattr(publisher._own, "store", faulty)
     run.trainer.step(1)
     with pytest.raises(StoreUnavailable):
         publisher.publish().wait()
