@@ -24,7 +24,7 @@ def test_other_processors_hold_what_this_one_does(level: str) -> None:
         pytest.skip(f"the processor has nothing above {own_level()}")
     if level == "amx" and own_level() != "avx512_bf16":
         pytest.skip("vLLM's library for AMX needs AVX512_BF16")
-    files = ("test_cpu_experts.py", "test_fitness.py", "../unit/test_cpu_linear.py")
+    files = ("test_cpu_experts.py", "test_fitness.py", "../unit/engine/vllm_patches/test_cpu_linear.py")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tests.support.processor", level, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
